@@ -1,0 +1,120 @@
+"""Generator: what a method author subclasses. It drafts a tree for a text and learns which part was accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import CandidateGenerator, LogitsProcessorList
+
+from hf_specdec.stats import SpecStats
+from hf_specdec.tree import DraftTree
+
+METHODS: dict[str, type[SpecGenerator]] = {}
+
+
+@dataclass
+class Step:
+    """What the target made of one draft.
+
+    Args:
+        tree (`DraftTree`): the draft; for the prefill, the root alone.
+        path (`list[int]`): nodes whose keys and values stay in the target's cache: the root, then the accepted nodes.
+        tokens (`list[int]`): emitted tokens: those of the accepted nodes, then the target's own, the next draft's root.
+        logits (`torch.Tensor` of shape `(n, v)`, *optional*): the target's raw logits at each node.
+        hidden (`tuple[torch.Tensor]`, *optional*):
+            For each index in `hidden_layers`, the target's hidden states `(n, h)` at the nodes; in the prefill's step,
+            those of all prompt positions that were run.
+    """
+
+    tree: DraftTree
+    path: list[int]
+    tokens: list[int]
+    logits: torch.Tensor | None = None
+    hidden: tuple[torch.Tensor, ...] | None = None
+
+
+class SpecGenerator(CandidateGenerator):
+    """Base of all drafting methods; also a working `CandidateGenerator` for transformers' own assisted loop.
+
+    A subclass sets `name`, which files it in `METHODS`, and implements `draft`; `bind`, `begin` and `observe` where it
+    keeps state. One object serves any number of `generate` calls, one after the other. After a call `stats` tells what
+    happened in it.
+
+    Attributes:
+        name (`str`): key in `METHODS`, on the command line and on cards.
+        max_nodes (`int`): size of the largest tree it drafts, the root included.
+        chain_only (`bool`): whether all its drafts are chains, which any attention implementation can verify.
+        hidden_layers (`tuple[int]`): target hidden states (`output_hidden_states` indices) it wants in `observe`.
+        drafter_argument (`str`, *optional*): what its constructor needs first, where it cannot draft without.
+        lossless (`bool`): False only while an option that changes the output's distribution is on.
+    """
+
+    name: ClassVar[str] = ""
+    drafter_argument: ClassVar[str | None] = None
+    max_nodes: int = 1
+    chain_only: bool = False
+    hidden_layers: tuple[int, ...] = ()
+    lossless: bool = True
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if cls.name:
+            METHODS[cls.name] = cls
+
+    def __init__(self):
+        self.stats = SpecStats()
+        self._seen: torch.Tensor | None = None  # the text as transformers' own loop last showed it
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Checks, before any forward, that this generator can draft for `model`, and takes from it what it shares.
+
+        Raises:
+            ValueError: if it cannot; names both sides' values.
+        """
+
+    def begin(
+        self, input_ids: torch.Tensor, *, processors: LogitsProcessorList | None = None, do_sample: bool = False
+    ) -> None:
+        """Forgets the last call and reads the prompt.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(1, t)`): may be empty (a prompt given as embeddings).
+            processors (`LogitsProcessorList`, *optional*): those of the target that read the scores alone.
+            do_sample (`bool`): whether the target samples.
+        """
+
+    def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
+        """Drafts what may follow the text.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(1, t)`): all committed tokens; the last one is the tree's root.
+            max_depth (`int`): longest path that can still be emitted, at least 1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement draft(input_ids, *, max_depth)")
+
+    def observe(self, step: Step) -> None:
+        """Learns what came of the last draft (the first time: of the prompt)."""
+
+    # transformers' own assisted loop
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """The text with the draft's preferred chain behind it, and the log-probabilities it was sampled from, if it was."""
+        known = 0 if self._seen is None else self._seen.shape[1]
+        if 0 < known < input_ids.shape[1] and torch.equal(self._seen, input_ids[:, :known]):
+            new = input_ids[0, known:].tolist()
+            self.observe(Step(self._chain, list(range(len(new))), new))
+        else:
+            self.begin(input_ids)
+        tree = self.draft(input_ids, max_depth=self.max_nodes)
+        self._seen, self._chain = input_ids, tree.select(tree.first_path())
+        chain = self._chain
+        if len(chain) == 1:
+            return input_ids, None
+        candidates = torch.cat([input_ids, chain.tokens[None, 1:].to(input_ids.device)], dim=-1)
+        return candidates, None if chain.q is None else chain.q[None, :-1].log()
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to do: the next `get_candidates` sees what was accepted."""

@@ -1,0 +1,121 @@
+"""Stats: what each step drafted and accepted, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field, fields
+
+import torch
+
+from hf_specdec.tree import DraftTree
+
+STAGES = ("prefill", "draft", "verify", "accept", "compact", "other")
+
+
+@dataclass
+class SpecStats:
+    """Counts and seconds of one `generate` call.
+
+    A *step* is one forward of the target over a draft. It emits the drafted tokens it accepts and then one token of the
+    target's own, the *bonus*. The prefill is not a step; it emits the first token.
+
+    Args:
+        steps (`int`): forwards after the prefill.
+        drafted (`int`): drafted tokens that were verified.
+        accepted (`int`): drafted tokens that were emitted.
+        emitted (`int`): new tokens in all.
+        drafted_lengths (`list[int]`): drafted tokens of each step.
+        draft_depths (`list[int]`): longest path of each step's draft.
+        accepted_lengths (`list[int]`): accepted tokens of each step.
+        from_draft (`list[bool]`): for each emitted token, whether it was drafted.
+        seconds (`dict[str, float]`):
+            Wall time by stage. Forwards run asynchronously on a GPU: unless `synchronize` is set, their time shows where
+            their result is read, in "accept".
+        notes (`list[str]`): what a reader of the figures must know (drafts cut to chains, warm state, lossy options).
+        synchronize (`bool`): wait for the device at the end of each stage, so that each shows its own time.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    drafted_lengths: list[int] = field(default_factory=list)
+    draft_depths: list[int] = field(default_factory=list)
+    accepted_lengths: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    notes: list[str] = field(default_factory=list)
+    synchronize: bool = False
+
+    def start(self, device: torch.device) -> None:
+        """Starts the clock. Stages are timed from one `lap` to the next, so together they cover all the time."""
+        self._device = device if self.synchronize and device.type != "cpu" else None
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """Books the time since the last lap on `stage`."""
+        if self._device is not None:
+            torch.accelerator.synchronize(self._device)
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+    def emit(self, *, from_draft: bool) -> None:
+        """Counts one emitted token."""
+        self.emitted += 1
+        self.from_draft.append(from_draft)
+
+    def record(self, tree: DraftTree, *, accepted: int) -> None:
+        """Counts one step, in which `accepted` of the tree's drafted tokens were emitted."""
+        self.steps += 1
+        self.drafted += len(tree) - 1
+        self.accepted += accepted
+        self.drafted_lengths.append(len(tree) - 1)
+        self.draft_depths.append(tree.depth)
+        self.accepted_lengths.append(accepted)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens a step emits on average, the bonus token included (the papers' mean accepted length; plain is 1)."""
+        return (self.emitted - 1) / self.steps if self.steps else 1.0
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Drafted tokens a step accepts on average: tokens per step without the bonus token."""
+        return self.accepted / self.steps if self.steps else 0.0
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """For each draft position i: how often it was accepted, given that it was drafted and position i-1 accepted."""
+        rates = []
+        for position in range(1, max(self.draft_depths, default=0) + 1):
+            reached = [
+                accepted >= position
+                for accepted, depth in zip(self.accepted_lengths, self.draft_depths, strict=True)
+                if accepted >= position - 1 and depth >= position
+            ]
+            if not reached:
+                break
+            rates.append(sum(reached) / len(reached))
+        return rates
+
+    @property
+    def total_seconds(self) -> float:
+        """Wall time of the call."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens emitted after the prefill, per second spent after the prefill."""
+        decoding = self.total_seconds - self.seconds["prefill"]
+        return (self.emitted - 1) / decoding if decoding > 0 and self.emitted > 1 else 0.0
+
+    def to_dict(self) -> dict:
+        """Counts, seconds and the rates derived from them, as plain JSON types."""
+        derived = ("tokens_per_step", "accepted_per_step", "conditional_acceptance", "total_seconds", "tokens_per_second")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+    @classmethod
+    def from_dict(cls, data: dict) -> SpecStats:
+        """The stats that `to_dict` wrote; derived rates are computed afresh."""
+        return cls(**{item.name: data[item.name] for item in fields(cls)})

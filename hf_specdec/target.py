@@ -1,0 +1,124 @@
+"""Target: the model that verifies. One prefill, then one forward per draft tree, under the tree's own mask."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from hf_specdec.cache import open_cache
+from hf_specdec.tree import DraftTree
+
+SEQUENCE_LONG = ("cache", "position_ids", "attention_mask", "inputs_embeds", "logits_to_keep")
+TREE_ATTENTION = ("sdpa", "eager")  # the implementations that add a float mask to the scores
+
+
+class Target:
+    """Runs the target over the prompt and over drafts; owns its cache, positions and masks for one call.
+
+    Args:
+        model (`PreTrainedModel`): the target, used as it is.
+        input_ids (`torch.Tensor` of shape `(1, t)`): the prompt, as `generate` prepared it.
+        generation_config (`GenerationConfig`): prepared by `generate`.
+        model_kwargs (`dict`): what `generate` would pass to the model, its cache among it.
+        max_nodes (`int`): size of the largest tree to come.
+        hidden_layers (`tuple[int]`): hidden states the generator wants.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        generation_config: GenerationConfig,
+        model_kwargs: dict,
+        max_nodes: int,
+        hidden_layers: tuple[int, ...],
+    ):
+        self.model = model
+        self.input_ids = input_ids
+        self.generation_config = generation_config
+        self.stock_cache = model_kwargs["cache"]
+        self.attention_mask = model_kwargs.get("attention_mask")  # [1, prompt], None where nothing is padded
+        position_ids = model_kwargs.get("position_ids")  # [1, prompt]
+        parameters = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in parameters and position_ids is not None
+        self.keeps_logits = "logits_to_keep" in parameters
+        self.root_position = int(position_ids[0, -1]) if self.takes_positions else 0
+        self.padding = None  # [prompt], True where padded
+        if self.attention_mask is not None:
+            self.padding = self.attention_mask[0].to(model.device) == 0
+        prompt_length = position_ids.shape[-1] if self.takes_positions else input_ids.shape[1]
+        max_new_tokens = generation_config.max_length - input_ids.shape[1]
+        capacity = prompt_length + min(max_new_tokens, 4096) + max_nodes
+        self.cache = open_cache(model, self.stock_cache, capacity=capacity)
+        self.prefill_kwargs = model_kwargs | {"cache": self.cache.cache}
+        self.step_kwargs = {name: value for name, value in model_kwargs.items() if name not in SEQUENCE_LONG}
+        self.hidden_layers = hidden_layers
+        if hidden_layers and not generation_config.output_hidden_states:
+            wanted = {"output_hidden_states": list(hidden_layers)}
+            self.step_kwargs |= wanted
+            self.prefill_kwargs |= wanted
+
+    @cached_property
+    def tree_capable(self) -> bool:
+        """Whether it can verify trees, not only chains."""
+        config = self.model.config.get_text_config(decoder=True)
+        return self.cache.tree_capable and self.takes_positions and config._attn_implementation in TREE_ATTENTION
+
+    def prefill(self) -> ModelOutput:
+        """Runs what the cache does not hold yet of the prompt; the last logits are those after the prompt."""
+        outputs = self.model._prefill(self.input_ids, self.generation_config, self.prefill_kwargs)
+        self.start = self.cache.length - 1  # the prompt's last token is the root of an empty draft
+        return outputs
+
+    def fit(self, tree: DraftTree) -> DraftTree:
+        """The tree, or its preferred chain where the target can verify no more than that."""
+        if self.tree_capable or tree.is_chain:
+            return tree
+        return tree.select(tree.first_path())
+
+    def verify(self, tree: DraftTree) -> ModelOutput:
+        """Runs the target over the tree's nodes, behind the rows the cache holds; logits `(1, n, v)`."""
+        self.start, n = self.cache.length, len(tree)
+        kwargs = dict(self.step_kwargs)
+        if self.takes_positions:
+            kwargs["position_ids"] = (tree.depths + self.root_position)[None]
+        if self.keeps_logits:
+            kwargs["logits_to_keep"] = n
+        if self.tree_capable:
+            kwargs["attention_mask"] = self.tree_mask(tree)
+        elif self.attention_mask is not None:
+            seen = self.attention_mask.new_ones(1, self.start + n)
+            seen[:, : self.attention_mask.shape[1]] = self.attention_mask
+            kwargs["attention_mask"] = seen
+        return self.model(input_ids=tree.tokens[None], cache=self.cache.cache, return_dict=True, **kwargs)
+
+    def tree_mask(self, tree: DraftTree) -> torch.Tensor | None:
+        """Additive mask `(1, 1, n, start + n)`: a node sees the text, its ancestors and itself. None where that is all."""
+        n, dtype = len(tree), self.model.dtype
+        if n == 1 and self.padding is None:
+            return None
+        mask = torch.zeros(n, self.start + n, dtype=dtype, device=tree.tokens.device)
+        mask[:, self.start :].masked_fill_(~tree.ancestors, torch.finfo(dtype).min)
+        if self.padding is not None:
+            mask[:, : len(self.padding)].masked_fill_(self.padding, torch.finfo(dtype).min)
+        return mask[None, None]
+
+    def hidden(self, outputs: ModelOutput) -> tuple[torch.Tensor, ...] | None:
+        """The hidden states `(n, h)` that the generator wants, in its order."""
+        if not self.hidden_layers:
+            return None
+        return tuple(outputs.hidden_states[layer][0] for layer in self.hidden_layers)
+
+    def keep(self, path: list[int]) -> None:
+        """Cuts the last block out of the cache but for the rows of `path`, and moves on behind them."""
+        self.cache.keep(self.start, path)
+        self.root_position += len(path)
+
+    def close(self) -> None:
+        """Leaves the stock cache as plain decoding would have left it."""
+        self.cache.store(self.stock_cache)
