@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,6 +52,7 @@ class SpecGenerator(CandidateGenerator):
         hidden_layers (`tuple[int]`): target hidden states (`output_hidden_states` indices) it wants in `observe`.
         drafter_argument (`str`, *optional*): what its constructor needs first, where it cannot draft without.
         lossless (`bool`): False only while an option that changes the output's distribution is on.
+        seed_exact (`bool`): False only where sampling keeps the distribution, but not the very tokens of a seed.
     """
 
     name: ClassVar[str] = ""
@@ -58,6 +61,7 @@ class SpecGenerator(CandidateGenerator):
     chain_only: bool = False
     hidden_layers: tuple[int, ...] = ()
     lossless: bool = True
+    seed_exact: bool = True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -118,3 +122,36 @@ class SpecGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to do: the next `get_candidates` sees what was accepted."""
+
+
+def make_generator(spec: str) -> SpecGenerator:
+    """A generator from one line of text, `name[:drafter][?option=value&option=value]`.
+
+    For example `pld`, `pld?num_matches=1&max_ngram=2` or `sps:user/drafter?num_draft_tokens=4`.
+
+    Raises:
+        ValueError: for an unknown method or option, or a drafter that is missing or not taken.
+    """
+    head, _, tail = spec.partition("?")
+    name, _, drafter = head.partition(":")
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}.")
+    method = METHODS[name]
+    if method.drafter_argument and not drafter:
+        raise ValueError(f"method {name!r} needs {method.drafter_argument}; write it as {name}:DRAFTER.")
+    if drafter and not method.drafter_argument:
+        raise ValueError(f"method {name!r} drafts without a model, but {drafter!r} was given: write {name} alone.")
+    known = [key for key, value in inspect.signature(method).parameters.items() if value.kind is value.KEYWORD_ONLY]
+    options = {}
+    for item in filter(None, tail.split("&")):
+        key, _, value = item.partition("=")
+        if key not in known:
+            raise ValueError(f"method {name!r} has no option {key!r}; it has {', '.join(known)}.")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    try:
+        return method(*filter(None, [drafter]), **options)
+    except TypeError as error:
+        raise ValueError(f"method {spec!r}: {error}") from error

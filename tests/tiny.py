@@ -1,9 +1,13 @@
-"""Tiny targets built in code, and the generator that replays a known text."""
+"""Tiny targets built in code, generators that replay a known text, and one of every method."""
 
 from __future__ import annotations
 
+import copy
+from functools import lru_cache
+
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     GemmaConfig,
     LlamaConfig,
@@ -14,9 +18,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers import AutoModelForCausalLM
 
-from hf_specdec import DraftTree, SpecGenerator
+from hf_specdec import METHODS, DraftTree, SpecGenerator
 
 SHAPE = dict(
     vocab_size=97,
@@ -42,23 +45,62 @@ CONFIGS = {
     "phi": lambda **shape: PhiConfig(**{key: value for key, value in shape.items() if key != "head_dim"}),
     "phi3": lambda **shape: Phi3Config(**{key: value for key, value in shape.items() if key != "head_dim"}),
 }
+ATTENTION = {family: ("eager",) if family == "gemma2" else ("eager", "sdpa") for family in CONFIGS}
+CHAIN_TARGETS = ("sliding", "gemma2")  # their caches cannot hold trees
 
 
-def tiny(family: str = "llama", *, dtype=torch.float64, attention: str = "sdpa", seed: int = 0, **changes) -> PreTrainedModel:
-    """A random model whose weights are scaled up, so that its choices vary and its argmax is never near a tie."""
+def tiny(
+    family: str = "llama", *, dtype=torch.float64, attention: str = "sdpa", seed: int = 2, scale: float = 12, **changes
+) -> PreTrainedModel:
+    """A random model whose layers are scaled up, so that its choices depend on the whole text and never near a tie.
+
+    Args:
+        scale: of the layers' weights: at 12 greedy texts vary, at 4 they fall into loops, which lookup needs.
+    """
     torch.manual_seed(seed)
     config = CONFIGS[family](**SHAPE | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.mul_(4)
+                parameter.mul_(scale if "layers" in name else 4)
+        if config.tie_word_embeddings:  # else every token would repeat itself: random signs on the last norm
+            signs = torch.randint(0, 2, (config.hidden_size,)) * 2 - 1
+            model.model.norm.weight.copy_(signs - 1 if family.startswith("gemma") else signs)
     return model
+
+
+@lru_cache(maxsize=64)
+def shared(family: str = "llama", attention: str = "sdpa", *, scale: float = 12) -> PreTrainedModel:
+    """The tiny model that tests share; they leave it as it was."""
+    attention = attention if attention in ATTENTION[family] else "eager"
+    return tiny(family, attention=attention, scale=scale)
+
+
+def noisy(model: PreTrainedModel, *, scale: float = 0.02, seed: int = 1) -> PreTrainedModel:
+    """A copy of the model that mostly agrees with it: a drafter whose drafts are accepted in part."""
+    twin = copy.deepcopy(model)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(scale * parameter.std() * torch.randn(parameter.shape, generator=noise).to(parameter))
+    return twin
 
 
 def prompt(length: int, *, seed: int = 0, vocab_size: int = 97) -> torch.Tensor:
     """Random token ids `(1, length)`."""
     return torch.randint(3, vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor | None, generator=None, *, seed: int = 0, **options):
+    """`model.generate` from a fixed seed, greedy and of 24 tokens unless `options` say otherwise."""
+    torch.manual_seed(seed)
+    options = dict(do_sample=False, max_new_tokens=24) | options
+    if ids is not None:
+        options["inputs"] = ids
+    if generator is not None:
+        options["candidate_generator"] = generator
+    return model.generate(**options)
 
 
 class Oracle(SpecGenerator):
@@ -78,9 +120,10 @@ class Oracle(SpecGenerator):
         self.chain_only = decoys == 0
         self.drafts: list[DraftTree] = []
         self.steps: list = []
+        self.allowed: list[int] = []  # max_depth of each draft
 
     def begin(self, input_ids, **call) -> None:
-        self.drafts, self.steps = [], []
+        self.drafts, self.steps, self.allowed = [], [], []
 
     def observe(self, step) -> None:
         self.steps.append(step)
@@ -95,5 +138,32 @@ class Oracle(SpecGenerator):
             parents += [parent] * len(siblings)
             parent = len(tokens) - 1
         self.drafts.append(DraftTree.from_lists(tokens, parents, device=input_ids.device))
-        assert len(right) <= max_depth
+        self.allowed.append(max_depth)
         return self.drafts[-1]
+
+
+ORACLES = {
+    "oracle-all": dict(k=6),
+    "oracle-none": dict(k=6, wrong_at=0),
+    "oracle-some": dict(k=6, wrong_at=3),
+    "oracle-long": dict(k=20),
+    "oracle-tree": dict(k=4, decoys=2),
+    "oracle-tree-some": dict(k=4, wrong_at=2, decoys=2),
+}
+MAKERS = {
+    "sps": lambda target: METHODS["sps"](noisy(target)),
+}
+"""How to make a method that needs a drafter, for a tiny target; the others are made without arguments."""
+GENERATORS = [*METHODS, *ORACLES]
+"""Every name `make` knows: a law that holds for all of them is tested over this list."""
+
+
+def make(name: str, target: PreTrainedModel, text=None) -> SpecGenerator:
+    """A generator for `target` by its name in `GENERATORS`; `text` (ids `(1, t)`) is what an oracle replays."""
+    if name in ORACLES:
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        return Oracle(text[0].tolist(), **ORACLES[name], vocab_size=vocab_size)
+    if METHODS[name].drafter_argument is None:
+        return METHODS[name]()
+    assert name in MAKERS, f"tests/tiny.py: add a maker for the method {name!r}, whose drafter must be made first"
+    return MAKERS[name](target)

