@@ -1,6 +1,7 @@
 """Speculative decoding for transformers: `model.generate(..., candidate_generator=...)` works once this is imported."""
 
 from hf_specdec import methods
+from hf_specdec.datastore import Datastore
 from hf_specdec.generate import install, speculate, uninstall
 from hf_specdec.generator import METHODS, SpecGenerator, Step, make_generator
 from hf_specdec.methods import *  # noqa: F403
@@ -11,6 +12,7 @@ from hf_specdec.tree import DraftTree
 __version__ = "0.1.0"
 __all__ = [
     "METHODS",
+    "Datastore",
     "DraftTree",
     "SpecGenerator",
     "SpecStats",

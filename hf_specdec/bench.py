@@ -65,9 +65,7 @@ def bench(
 
 
 @torch.no_grad()
-def verify_curve(
-    model: PreTrainedModel, context: int, *, rounds: int = 12, on_progress: Progress
-) -> dict[int, float]:
+def verify_curve(model: PreTrainedModel, context: int, *, rounds: int = 12, on_progress: Progress) -> dict[int, float]:
     """Milliseconds of the target's forward over a chain of n nodes behind `context` tokens: the median, by n."""
     target = random_target(model, context, max_new_tokens=max(BLOCKS))
     target.prefill()
@@ -95,7 +93,11 @@ def overhead(model: PreTrainedModel, context: int, *, on_progress: Progress) -> 
     model.generate(ids, candidate_generator=generator, max_new_tokens=100, min_new_tokens=100, do_sample=False)
     stats = generator.stats
     outside = {stage: stats.seconds[stage] / stats.steps * 1e3 for stage in ("draft", "accept", "compact", "other")}
-    return {"context": context, "drafted_per_step": stats.drafted / stats.steps, "ms_per_step": sum(outside.values())} | outside
+    return {
+        "context": context,
+        "drafted_per_step": stats.drafted / stats.steps,
+        "ms_per_step": sum(outside.values()),
+    } | outside
 
 
 def races(
@@ -140,9 +142,7 @@ def races(
         "our_pld / stock_plain": ("our_pld", "stock_plain"),
         "our_pld / stock_pld": ("our_pld", "stock_pld"),
     }
-    ratios = {
-        name: np.array(speeds[over]) / np.array(speeds[under]) for name, (over, under) in pairs.items()
-    }
+    ratios = {name: np.array(speeds[over]) / np.array(speeds[under]) for name, (over, under) in pairs.items()}
     return {
         "ratios": {name: median(values.tolist()) for name, values in ratios.items()},
         "ratios_by_kind": {
@@ -187,7 +187,6 @@ def random_target(model: PreTrainedModel, context: int, *, max_new_tokens: int) 
             "logits_to_keep": 1,
         },
         max_nodes=max(BLOCKS),
-        hidden_layers=(),
     )
 
 
@@ -211,5 +210,8 @@ def to_markdown(report: dict) -> str:
         for name, value in races["ratios"].items():
             cells = [f"{races['ratios_by_kind'][name][kind]:.2f}" for kind in kinds]
             lines.append(f"| {name} | {value:.3f} | " + " | ".join(cells) + " |")
-        lines += ["", f"PLD reached {races['our_pld_of_its_limit']:.1%} of what its steps and the curve allow (median)."]
+        lines += [
+            "",
+            f"PLD reached {races['our_pld_of_its_limit']:.1%} of what its steps and the curve allow (median).",
+        ]
     return "\n".join(lines) + "\n"

@@ -33,7 +33,9 @@ app = typer.Typer(
 out = Console()
 err = Console(stderr=True)
 
-ModelOption = Annotated[str, typer.Option("--model", help="Hub id or folder of the target; 'embedded' is SmolLM2-135M.")]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="Hub id or folder of the target; 'embedded' is SmolLM2-135M.")
+]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16, float32 or float64.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, ...; the GPU where there is one.")]
 MethodOption = Annotated[
@@ -83,7 +85,9 @@ def compare(
             seed=seed,
         ):
             runs.append(run)
-            progress.update(task, advance=1, description=f"{run.kind}: {run.method} {run.tokens_per_second:.0f} tokens/s")
+            progress.update(
+                task, advance=1, description=f"{run.kind}: {run.method} {run.tokens_per_second:.0f} tokens/s"
+            )
     rows = summarize(runs)
     about = conditions(
         target, temperature=temperature, max_new_tokens=max_new_tokens, prompts=len(chosen), repeats=repeats
@@ -212,12 +216,12 @@ def methods(as_json: JsonOption = False) -> None:
     for name, method in METHODS.items():
         lines = (sys.modules[method.__module__].__doc__ or "").strip().splitlines()
         rows.append(
-            {"name": name, "class": method.__name__, "about": lines[0], "needs": method.drafter_argument or "nothing"}
+            {"name": name, "class": method.__name__, "about": lines[0], "takes": method.drafter_argument or "nothing"}
         )
     if as_json:
         print(json.dumps(rows))
         return
-    table = Table("name", "class", "about", "needs")
+    table = Table("name", "class", "about", "takes")
     for row in rows:
         table.add_row(*row.values())
     out.print(table)
@@ -234,7 +238,9 @@ def bench(
     limit: LimitOption = 2,
     max_new_tokens: TokensOption = 128,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 3,
-    verify_curve: Annotated[bool, typer.Option("--verify-curve", help="Only the cost of a block by its size.")] = False,
+    verify_curve: Annotated[
+        bool, typer.Option("--verify-curve", help="Only the cost of a block by its size.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", help="Folder for bench.json and bench.md.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -268,8 +274,10 @@ def make(spec: str) -> SpecGenerator:
 
 
 def make_all(specs: list[str] | None) -> dict[str, SpecGenerator]:
-    """The generators of all `--method` options; without any, all methods that need no drafter."""
-    specs = specs or [name for name, method in METHODS.items() if not method.drafter_argument]
+    """The generators of all `--method` options; without any, all methods that can do without a drafter."""
+    specs = specs or [
+        name for name, method in METHODS.items() if method.drafter_optional or not method.drafter_argument
+    ]
     return {spec: make(spec) for spec in specs}
 
 
@@ -290,9 +298,7 @@ def read_questions(path: Path, limit: int | None) -> list[Prompt]:
     tasks = ("translation", "summarization", "qa", "math_reasoning", "rag")
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        chosen = [
-            Prompt(row["category"] if row["category"] in tasks else "mt_bench", row["turns"][0]) for row in rows
-        ]
+        chosen = [Prompt(row["category"] if row["category"] in tasks else "mt_bench", row["turns"][0]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise typer.BadParameter(
             f"{path} is not a Spec-Bench question file (JSON lines with category and turns): {error!r}",
@@ -328,7 +334,10 @@ def speed_table(rows: list[dict]) -> Table:
         if row["differences"]:
             worst = max(row["differences"], key=lambda item: item["margin"])
             same = f"{row['identical']} of {row['answers']}; {identity(worst)}"
-        steps = [f"{row[key]:.2f}" for key in ("tokens_per_step", "accepted_per_step") if key in row] or ["1.00", "0.00"]
+        steps = [f"{row[key]:.2f}" for key in ("tokens_per_step", "accepted_per_step") if key in row] or [
+            "1.00",
+            "0.00",
+        ]
         table.add_row(row["method"], f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x", *steps, same)
     return table
 
@@ -345,7 +354,13 @@ def stage_table(rows: list[dict]) -> Table:
 
 
 def progress_bar(*, quiet: bool) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=err, transient=True, disable=quiet)
 
 

@@ -62,7 +62,9 @@ class Run:
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, device: torch.device) -> torch.Tensor:
     """Token ids `(1, t)` of a user message, in the tokenizer's chat template where it has one."""
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
         return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to(device)
     return tokenizer(text, return_tensors="pt").input_ids.to(device)
 
@@ -153,7 +155,12 @@ def summarize(runs: Sequence[Run], *, by: Callable[[Run], bool] = lambda run: Tr
             "identical": sum(run.difference is None for run in own),
             "answers": len(own),
             "differences": [
-                {"kind": run.kind, "prompt": run.prompt, "token": run.difference.index, "margin": run.difference.margin}
+                {
+                    "kind": run.kind,
+                    "prompt": run.prompt,
+                    "token": run.difference.index,
+                    "margin": run.difference.margin,
+                }
                 for run in own
                 if run.difference is not None and run.repeat == 0
             ],
@@ -197,7 +204,9 @@ def cpu_name() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         name = names[0] if names else name
     return f"{name}, {os.cpu_count()} cores"
 

@@ -35,8 +35,8 @@ def decode(
     stats.lap("prefill")
 
     for step in count():  # step 0 is the prefill's
-        logits = outputs.logits[0, -len(tree) :].to(text.ids.device)  # [n, v]
-        pick = picker(tree, logits, text, processors=processors, do_sample=do_sample, record=record)
+        logits = outputs.logits[0].to(text.ids.device)  # [n, v]; the prefill's may begin before the root
+        pick = picker(tree, logits[-len(tree) :], text, processors=processors, do_sample=do_sample, record=record)
         path, tokens, accepted, ended = [], [], 0, False
         for node, token, drafted in walk(tree, pick):
             path.append(node)

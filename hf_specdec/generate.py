@@ -27,7 +27,13 @@ from hf_specdec.target import TREE_ATTENTION, Target
 
 logger = logging.getLogger(__name__)
 
-OTHER_SPECULATION = ("assistant_model", "assistant_tokenizer", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+OTHER_SPECULATION = (
+    "assistant_model",
+    "assistant_tokenizer",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+)
 
 
 def speculate(
@@ -64,13 +70,12 @@ def speculate(
         generation_config=generation_config,
         model_kwargs=model_kwargs,
         max_nodes=generator.max_nodes,
+        prompt_logits=generator.prompt_logits,
         hidden_layers=generator.hidden_layers,
     )
     if not (generator.chain_only or target.tree_capable):
         generator.stats.notes.append("drafts are cut to chains: the target's cache or positions cannot hold a tree")
-    text = Text(
-        input_ids, criteria=stopping_criteria, max_length=generation_config.max_length, streamer=streamer
-    )
+    text = Text(input_ids, criteria=stopping_criteria, max_length=generation_config.max_length, streamer=streamer)
     record = Record(generation_config)
     with model._optimize_model_for_decode():
         decode(
@@ -102,19 +107,27 @@ def check_call(
             f"{generator!r}.{base} subclass hf_specdec.SpecGenerator to write a method of your own."
         )
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder; speculative decoding needs a decoder-only model.")
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder; speculative decoding needs a decoder-only model."
+        )
     if input_ids.shape[0] > 1 or config.num_return_sequences > 1:
         raise ValueError(
             f"Speculative decoding runs one sequence at a time, but got a batch of {input_ids.shape[0]} with "
             f"num_return_sequences={config.num_return_sequences}: call generate once per sequence."
         )
     if config.num_beams > 1:
-        raise ValueError(f"Speculative decoding does not search beams, but num_beams={config.num_beams}: set num_beams=1.")
+        raise ValueError(
+            f"Speculative decoding does not search beams, but num_beams={config.num_beams}: set num_beams=1."
+        )
     others = [name for name in OTHER_SPECULATION if getattr(config, name, None)]
     if others:
-        raise ValueError(f"{', '.join(others)} selects another way to speculate: leave it out with candidate_generator.")
+        raise ValueError(
+            f"{', '.join(others)} selects another way to speculate: leave it out with candidate_generator."
+        )
     if config.use_cache is False and model.generation_config.use_cache is not False:
-        raise ValueError("Speculative decoding needs the key-value cache, but use_cache=False was passed: leave it out.")
+        raise ValueError(
+            "Speculative decoding needs the key-value cache, but use_cache=False was passed: leave it out."
+        )
     if not model._supports_default_dynamic_cache() or model._is_stateful:
         raise ValueError(
             f"{type(model).__name__} keeps a recurrent state, from which rejected tokens cannot be taken out again: "
@@ -160,7 +173,9 @@ def install() -> None:
                 f"candidate_generator= and {', '.join(others)}= are different ways to decode: pass one of them."
             )
         if given["synced_gpus"]:
-            raise ValueError("synced_gpus=True runs all ranks in step, which speculative decoding cannot: leave it out.")
+            raise ValueError(
+                "synced_gpus=True runs all ranks in step, which speculative decoding cannot: leave it out."
+            )
         bind_stop_strings(self, given, extra)
         given["custom_generate"] = functools.partial(
             speculate, candidate_generator=candidate_generator, streamer=given["streamer"]
@@ -182,12 +197,16 @@ def bind_stop_strings(model: PreTrainedModel, given: dict, extra: dict) -> None:
     """Turns stop strings into a criterion here, since transformers takes `tokenizer=` away from custom callables."""
     config = given["generation_config"]
     configs = [item for item in (config, model.generation_config) if item is not None]
-    stop_strings = extra.get("stop_strings") or next((item.stop_strings for item in configs if item.stop_strings), None)
+    stop_strings = extra.get("stop_strings") or next(
+        (item.stop_strings for item in configs if item.stop_strings), None
+    )
     tokenizer = extra.pop("tokenizer", None)
     if not stop_strings:
         return
     if tokenizer is None:
-        raise ValueError(f"stop_strings={stop_strings!r} need the model's tokenizer: pass tokenizer= to generate as well.")
+        raise ValueError(
+            f"stop_strings={stop_strings!r} need the model's tokenizer: pass tokenizer= to generate as well."
+        )
     criteria = StoppingCriteriaList(given["stopping_criteria"] or [])
     criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
     given["stopping_criteria"] = criteria

@@ -25,7 +25,8 @@ class Step:
         tree (`DraftTree`): the draft; for the prefill, the root alone.
         path (`list[int]`): nodes whose keys and values stay in the target's cache: the root, then the accepted nodes.
         tokens (`list[int]`): emitted tokens: those of the accepted nodes, then the target's own, the next draft's root.
-        logits (`torch.Tensor` of shape `(n, v)`, *optional*): the target's raw logits at each node.
+        logits (`torch.Tensor` of shape `(n, v)`, *optional*):
+            The target's raw logits at each node; in the prefill's step, at the last `prompt_logits` tokens of the prompt.
         hidden (`tuple[torch.Tensor]`, *optional*):
             For each index in `hidden_layers`, the target's hidden states `(n, h)` at the nodes; in the prefill's step,
             those of all prompt positions that were run.
@@ -49,17 +50,23 @@ class SpecGenerator(CandidateGenerator):
         name (`str`): key in `METHODS`, on the command line and on cards.
         max_nodes (`int`): size of the largest tree it drafts, the root included.
         chain_only (`bool`): whether all its drafts are chains, which any attention implementation can verify.
+        prompt_logits (`int`): how many of the prompt's last tokens it wants the target's logits at; at least 1 comes.
         hidden_layers (`tuple[int]`): target hidden states (`output_hidden_states` indices) it wants in `observe`.
-        drafter_argument (`str`, *optional*): what its constructor needs first, where it cannot draft without.
+        drafter_argument (`str`, *optional*): what its constructor takes first, where it takes anything.
+        drafter_optional (`bool`): whether it has a default for that.
+        whole_draft_only (`bool`): whether it learns only from drafts verified whole, and so cannot be part of a hybrid.
         lossless (`bool`): False only while an option that changes the output's distribution is on.
         seed_exact (`bool`): False only where sampling keeps the distribution, but not the very tokens of a seed.
     """
 
     name: ClassVar[str] = ""
     drafter_argument: ClassVar[str | None] = None
+    drafter_optional: ClassVar[bool] = False
     max_nodes: int = 1
     chain_only: bool = False
+    prompt_logits: int = 1
     hidden_layers: tuple[int, ...] = ()
+    whole_draft_only: bool = False
     lossless: bool = True
     seed_exact: bool = True
 
@@ -137,7 +144,7 @@ def make_generator(spec: str) -> SpecGenerator:
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}.")
     method = METHODS[name]
-    if method.drafter_argument and not drafter:
+    if method.drafter_argument and not method.drafter_optional and not drafter:
         raise ValueError(f"method {name!r} needs {method.drafter_argument}; write it as {name}:DRAFTER.")
     if drafter and not method.drafter_argument:
         raise ValueError(f"method {name!r} drafts without a model, but {drafter!r} was given: write {name} alone.")

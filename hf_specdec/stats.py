@@ -112,7 +112,13 @@ class SpecStats:
 
     def to_dict(self) -> dict:
         """Counts, seconds and the rates derived from them, as plain JSON types."""
-        derived = ("tokens_per_step", "accepted_per_step", "conditional_acceptance", "total_seconds", "tokens_per_second")
+        derived = (
+            "tokens_per_step",
+            "accepted_per_step",
+            "conditional_acceptance",
+            "total_seconds",
+            "tokens_per_second",
+        )
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     @classmethod

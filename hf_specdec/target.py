@@ -25,6 +25,7 @@ class Target:
         generation_config (`GenerationConfig`): prepared by `generate`.
         model_kwargs (`dict`): what `generate` would pass to the model, its cache among it.
         max_nodes (`int`): size of the largest tree to come.
+        prompt_logits (`int`): how many of the prompt's last tokens to return logits of.
         hidden_layers (`tuple[int]`): hidden states the generator wants.
     """
 
@@ -36,7 +37,8 @@ class Target:
         generation_config: GenerationConfig,
         model_kwargs: dict,
         max_nodes: int,
-        hidden_layers: tuple[int, ...],
+        prompt_logits: int = 1,
+        hidden_layers: tuple[int, ...] = (),
     ):
         self.model = model
         self.input_ids = input_ids
@@ -56,6 +58,8 @@ class Target:
         capacity = prompt_length + min(max_new_tokens, 4096) + max_nodes
         self.cache = open_cache(model, self.stock_cache, capacity=capacity)
         self.prefill_kwargs = model_kwargs | {"cache": self.cache.cache}
+        if self.keeps_logits:
+            self.prefill_kwargs["logits_to_keep"] = prompt_logits
         self.step_kwargs = {name: value for name, value in model_kwargs.items() if name not in SEQUENCE_LONG}
         self.hidden_layers = hidden_layers
         if hidden_layers and not generation_config.output_hidden_states:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import torch
+
+State = TypeVar("State")
 
 
 class DraftTree:
@@ -21,7 +25,14 @@ class DraftTree:
             Only for drafts *sampled* from a distribution: row i is the distribution the children of node i were drawn
             from, without replacement and in their order. Deterministic drafts (top-k, lookup) leave it out: reporting a
             softmax they were not drawn from would bias the output.
+
+    Attributes:
+        probabilities (`list[float]`, *optional*):
+            The generator's estimate, for each node, that it will be accepted. It steers which drafts are kept, never what
+            is accepted.
     """
+
+    probabilities: list[float] | None = None
 
     def __init__(self, tokens: torch.Tensor, parents: torch.Tensor, *, q: torch.Tensor | None = None):
         assert tokens.dim() == 1 and tokens.shape == parents.shape and len(tokens) > 0, (tokens.shape, parents.shape)
@@ -43,17 +54,24 @@ class DraftTree:
 
     @classmethod
     def from_paths(
-        cls, root: int, paths: Sequence[Sequence[int]], *, max_nodes: int, device: torch.device | str
+        cls,
+        root: int,
+        paths: Sequence[Sequence[int]],
+        *,
+        max_nodes: int,
+        device: torch.device | str,
+        probabilities: Sequence[Sequence[float]] | None = None,
     ) -> DraftTree:
         """The tree that holds `paths` (earlier ones are preferred) under `root`, shared prefixes merged.
 
         Args:
             max_nodes (`int`): size to stop at, the root included; what comes first in `paths` is kept.
+            probabilities (*optional*): for each token of each path, that it will be accepted; the highest counts.
         """
-        tokens, parents, children = [root], [-1], {}
-        for path in paths:
+        tokens, parents, likely, children = [root], [-1], [1.0], {}
+        for number, path in enumerate(paths):
             node = 0
-            for token in path:
+            for i, token in enumerate(path):
                 child = children.get((node, token))
                 if child is None:
                     if len(tokens) == max_nodes:
@@ -61,8 +79,82 @@ class DraftTree:
                     child = children[node, token] = len(tokens)
                     tokens.append(token)
                     parents.append(node)
+                    likely.append(0.0)
+                if probabilities is not None:
+                    likely[child] = max(likely[child], probabilities[number][i])
                 node = child
-        return cls.from_lists(tokens, parents, device=device)
+        tree = cls.from_lists(tokens, parents, device=device)
+        tree.probabilities = likely if probabilities is not None else None
+        return tree
+
+    @classmethod
+    def merged(
+        cls, trees: Sequence[DraftTree], *, max_nodes: int, min_probability: float, device: torch.device | str
+    ) -> DraftTree:
+        """The nodes of several trees with one root that are most likely to be accepted; the highest estimate counts."""
+        tokens, parents, likely, depths, children = [trees[0].host[0][0]], [-1], [1.0], [0], {}
+        for tree in trees:
+            places = [0]
+            for token, parent, probability in zip(*tree.host, tree.probabilities, strict=True):
+                if parent < 0:
+                    continue
+                place = children.setdefault((places[parent], token), len(tokens))
+                if place == len(tokens):
+                    tokens.append(token)
+                    parents.append(places[parent])
+                    likely.append(0.0)
+                    depths.append(depths[places[parent]] + 1)
+                likely[place] = max(likely[place], probability)
+                places.append(place)
+        # a parent is at least as likely as its child and less deep, so it comes first and is kept with it
+        order = sorted(range(len(tokens)), key=lambda node: (-likely[node], depths[node], node))
+        order = [node for node in order[:max_nodes] if likely[node] >= min_probability]
+        place = {node: i for i, node in enumerate(order)}
+        tree = cls.from_lists([tokens[i] for i in order], [place.get(parents[i], -1) for i in order], device=device)
+        tree.probabilities = [likely[i] for i in order]
+        return tree
+
+    @classmethod
+    def best_first(
+        cls,
+        root: int,
+        state: State,
+        expand: Callable[[State], Iterable[tuple[int, float, State]]],
+        *,
+        max_nodes: int,
+        max_depth: int,
+        min_probability: float,
+        device: torch.device | str,
+    ) -> DraftTree:
+        """The tree of the nodes most likely to be accepted, a node's probability being the product along its path.
+
+        Args:
+            state: whatever `expand` needs to know at the root.
+            expand (`Callable`): state -> (token, probability given the parent, state) of each child, tokens distinct.
+            max_nodes (`int`): size to stop at, the root included.
+            max_depth (`int`): longest path.
+            min_probability (`float`): nodes less likely than this are left out.
+        """
+        tokens, parents, probabilities = [root], [-1], [1.0]
+        heap: list[tuple[float, int, int, int, int, State]] = []  # -probability, order of arrival, parent, depth, ...
+        arrived = 0
+        node, depth, probability = 0, 0, 1.0
+        while True:
+            if depth < max_depth:
+                for token, conditional, child in expand(state):
+                    if probability * conditional >= min_probability:
+                        arrived += 1
+                        heapq.heappush(heap, (-probability * conditional, arrived, node, depth + 1, token, child))
+            if not heap or len(tokens) == max_nodes:
+                break
+            negative, _, parent, depth, token, state = heapq.heappop(heap)
+            node, probability = len(tokens), -negative
+            tokens.append(token)
+            parents.append(parent)
+            probabilities.append(probability)
+        tree = cls.from_lists(tokens, parents, device=device)
+        tree.probabilities = probabilities
+        return tree
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,6 +172,16 @@ class DraftTree:
         tokens, parents, listed = torch.stack([self.tokens, self.parents, choices.to(self.tokens.device)]).tolist()
         self.host = (tokens, parents)
         return listed
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """Nodes from the root along `tokens`, as far as they were drafted."""
+        path = [0]
+        for token in tokens:
+            nodes = [i for i, parent in enumerate(self.host[1]) if parent == path[-1] and self.host[0][i] == token]
+            if not nodes:
+                break
+            path.append(nodes[0])
+        return path
 
     def children(self, node: int) -> list[int]:
         """Tokens of a node's children, in their order."""

@@ -46,13 +46,15 @@ def walk(tree: DraftTree, pick: Callable[[int], int]) -> Iterator[tuple[int, int
         pick (`Callable[[int], int]`): the target's token after a node; called once per visited node, in text order.
     """
     tokens, parents = tree.host
-    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)) if node}
+    children: dict[tuple[int, int], int] = {}
+    for child, key in enumerate(zip(parents, tokens, strict=True)):
+        children.setdefault(key, child)
     node: int | None = 0
     while node is not None:
         token = pick(node)
-        child = children.get((node, token))
-        yield node, token, child is not None
-        node = child
+        drafted = children.get((node, token))
+        yield node, token, drafted is not None
+        node = drafted
 
 
 def position_free(processors: LogitsProcessorList) -> LogitsProcessorList:

@@ -5,12 +5,18 @@ Costs next to nothing, and pays wherever the answer quotes: summaries, retrieval
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
+from itertools import accumulate
 
 import torch
 
 from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.tree import DraftTree
+
+# how often what followed a match of so many tokens follows again, measured on the embedded model's answers to training
+# prompts; longer matches count like the last
+REPEATS = (0.0, 0.3, 0.5, 0.6, 0.68, 0.75, 0.8, 0.84, 0.88, 0.91, 0.93)
 
 
 class PLDGen(SpecGenerator):
@@ -57,7 +63,9 @@ class PLDGen(SpecGenerator):
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
         self.text: list[int] = []
-        self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> where it ended before, in text order
+        self.ends: dict[tuple[int, ...], list[int]] = defaultdict(
+            list
+        )  # n-gram -> where it ended before, in text order
         self.read(input_ids[0].tolist())
 
     def observe(self, step: Step) -> None:
@@ -72,11 +80,15 @@ class PLDGen(SpecGenerator):
             self.text.append(token)
 
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
-        paths = []
+        paths, probabilities = [], []
         for end, matched in self.matches():
             length = min(2**matched, self.num_draft_tokens) if self.length_by_match else self.num_draft_tokens
             paths.append(self.text[end : end + min(length, max_depth)])
-        return DraftTree.from_paths(self.text[-1], paths, max_nodes=self.max_nodes, device=input_ids.device)
+            trust = (REPEATS[min(matched + i, len(REPEATS) - 1)] for i in range(len(paths[-1])))
+            probabilities.append(list(accumulate(trust, operator.mul)))
+        return DraftTree.from_paths(
+            self.text[-1], paths, max_nodes=self.max_nodes, device=input_ids.device, probabilities=probabilities
+        )
 
     def matches(self) -> list[tuple[int, int]]:
         """Where the text's last n-grams ended before, and how many tokens match there, best first."""

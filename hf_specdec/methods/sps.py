@@ -7,12 +7,13 @@ model is shallow: what a drafted token costs decides, so the chain's length foll
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation import LogitsProcessorList
 
 from hf_specdec.cache import open_cache
 from hf_specdec.generator import SpecGenerator, Step
+from hf_specdec.models import stored_tokenizer
 from hf_specdec.tree import DraftTree
 
 PROBE_EVERY = 16  # steps between one-token drafts while drafting does not pay
@@ -52,7 +53,9 @@ class SpSGen(SpecGenerator):
             if value is not None and value < 1:
                 raise ValueError(f"SpSGen({argument}={value}): it must be at least 1.")
         if draft_sampling and num_draft_tokens is None:
-            num_draft_tokens = 5  # a length that follows measured times would draw differently from one run to the next
+            num_draft_tokens = (
+                5  # a length that follows measured times would draw differently from one run to the next
+            )
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens
         self.max_draft_tokens = max_draft_tokens
@@ -64,7 +67,9 @@ class SpSGen(SpecGenerator):
 
     def bind(self, model: PreTrainedModel) -> None:
         if isinstance(self.drafter, str):
-            self.drafter = AutoModelForCausalLM.from_pretrained(self.drafter, dtype=model.dtype).to(model.device).eval()
+            self.drafter = (
+                AutoModelForCausalLM.from_pretrained(self.drafter, dtype=model.dtype).to(model.device).eval()
+            )
         if self.checked is not model:
             check_vocabulary(model, self.drafter)
         self.checked = model
@@ -79,6 +84,7 @@ class SpSGen(SpecGenerator):
         self.cache = open_cache(self.drafter, stock, capacity=input_ids.shape[1] + 1024)
         self.cache.keep(0, [])
         self.idle_steps, self.first = 0, None
+        self.chain = DraftTree.chain([0], device="cpu")  # nothing drafted yet
 
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         num_tokens = min(self.num_draft_tokens or self.adapted_length(), max_depth)
@@ -97,11 +103,14 @@ class SpSGen(SpecGenerator):
         chain = torch.cat(tokens).to(input_ids.device)
         parents = torch.arange(-1, num_tokens, device=chain.device)
         q = torch.stack([*rows, rows[-1]]).to(chain.device) if rows else None  # the last node has no children
-        return DraftTree(chain, parents, q=q)
+        self.chain = DraftTree(chain, parents, q=q)
+        self.chain.probabilities = [self.acceptance.rate**depth for depth in range(num_tokens + 1)]
+        return self.chain
 
     def observe(self, step: Step) -> None:
-        drafted, accepted = len(step.tree) - 1, len(step.path) - 1
+        drafted = len(self.chain) - 1
         if drafted:
+            accepted = len(self.chain.follow(step.tokens)) - 1
             self.acceptance.update(drafted=drafted, accepted=accepted)
             # rows read beyond the text: drafted tokens but the last; those accepted stay
             read = self.cache.length - (drafted - 1)
@@ -161,19 +170,11 @@ def check_vocabulary(model: PreTrainedModel, drafter: PreTrainedModel) -> None:
     """Raises ValueError unless both models read the same token ids; a vocabulary padded to another size is the same."""
     names = [item.config.name_or_path or type(item).__name__ for item in (model, drafter)]
     sizes = [item.config.get_text_config(decoder=True).vocab_size for item in (model, drafter)]
-    vocabularies = [stored_vocabulary(item.config.name_or_path) for item in (model, drafter)]
-    differ = None not in vocabularies and vocabularies[0] != vocabularies[1]
+    tokenizers = [stored_tokenizer(item) for item in (model, drafter)]
+    differ = None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
     if differ or abs(sizes[0] - sizes[1]) > min(1024, 0.1 * max(sizes)):
         raise ValueError(
             f"SpSGen needs a drafter with the target's tokenizer, but the target {names[0]!r} has {sizes[0]} token ids and "
             f"the drafter {names[1]!r} {sizes[1]}{' that mean other tokens' if differ else ''}: take a smaller model of the "
             "same family."
         )
-
-
-def stored_vocabulary(name: str) -> dict[str, int] | None:
-    """The vocabulary of the tokenizer stored with a model, or None where there is none on this machine."""
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True).get_vocab()
-    except (OSError, ValueError):
-        return None
