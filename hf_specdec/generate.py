@@ -110,14 +110,14 @@ def check_call(
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder; speculative decoding needs a decoder-only model."
         )
+    if config.num_beams > 1:  # before the batch, which beams make larger
+        raise ValueError(
+            f"Speculative decoding does not search beams, but num_beams={config.num_beams}: set num_beams=1."
+        )
     if input_ids.shape[0] > 1 or config.num_return_sequences > 1:
         raise ValueError(
             f"Speculative decoding runs one sequence at a time, but got a batch of {input_ids.shape[0]} with "
             f"num_return_sequences={config.num_return_sequences}: call generate once per sequence."
-        )
-    if config.num_beams > 1:
-        raise ValueError(
-            f"Speculative decoding does not search beams, but num_beams={config.num_beams}: set num_beams=1."
         )
     others = [name for name in OTHER_SPECULATION if getattr(config, name, None)]
     if others:
@@ -143,7 +143,7 @@ def check_call(
     sequence_long = [
         name
         for name, value in model_kwargs.items()
-        if name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL or name.endswith("token_type_ids") and value is not None
+        if value is not None and (name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL or name.endswith("token_type_ids"))
     ]
     if sequence_long or (position_ids is not None and position_ids.dim() > 2):
         raise NotImplementedError(

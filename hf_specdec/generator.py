@@ -48,6 +48,7 @@ class SpecGenerator(CandidateGenerator):
 
     Attributes:
         name (`str`): key in `METHODS`, on the command line and on cards.
+        head_class (`type[Drafter]`, *optional*): the trained head it drafts with, for `hf-specdec train`.
         max_nodes (`int`): size of the largest tree it drafts, the root included.
         chain_only (`bool`): whether all its drafts are chains, which any attention implementation can verify.
         prompt_logits (`int`): how many of the prompt's last tokens it wants the target's logits at; at least 1 comes.
@@ -62,6 +63,7 @@ class SpecGenerator(CandidateGenerator):
     name: ClassVar[str] = ""
     drafter_argument: ClassVar[str | None] = None
     drafter_optional: ClassVar[bool] = False
+    head_class: ClassVar[type | None] = None
     max_nodes: int = 1
     chain_only: bool = False
     prompt_logits: int = 1
@@ -114,8 +116,9 @@ class SpecGenerator(CandidateGenerator):
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """The text with the draft's preferred chain behind it, and the log-probabilities it was sampled from, if it was."""
         known = 0 if self._seen is None else self._seen.shape[1]
-        if 0 < known < input_ids.shape[1] and torch.equal(self._seen, input_ids[:, :known]):
-            new = input_ids[0, known:].tolist()
+        new = input_ids[0, known:].tolist()
+        goes_on = 0 < known < input_ids.shape[1] and torch.equal(self._seen, input_ids[:, :known])
+        if goes_on and new[:-1] == self._chain.host[0][1 : len(new)]:  # drafted tokens, then one of the target's own
             self.observe(Step(self._chain, list(range(len(new))), new))
         else:
             self.begin(input_ids)

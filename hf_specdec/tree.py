@@ -27,12 +27,12 @@ class DraftTree:
             softmax they were not drawn from would bias the output.
 
     Attributes:
-        probabilities (`list[float]`, *optional*):
+        probabilities (`list[float]` or `torch.Tensor` of shape `(n,)`, *optional*):
             The generator's estimate, for each node, that it will be accepted. It steers which drafts are kept, never what
             is accepted.
     """
 
-    probabilities: list[float] | None = None
+    probabilities: list[float] | torch.Tensor | None = None
 
     def __init__(self, tokens: torch.Tensor, parents: torch.Tensor, *, q: torch.Tensor | None = None):
         assert tokens.dim() == 1 and tokens.shape == parents.shape and len(tokens) > 0, (tokens.shape, parents.shape)
@@ -95,7 +95,9 @@ class DraftTree:
         tokens, parents, likely, depths, children = [trees[0].host[0][0]], [-1], [1.0], [0], {}
         for tree in trees:
             places = [0]
-            for token, parent, probability in zip(*tree.host, tree.probabilities, strict=True):
+            for token, parent, probability in zip(
+                *tree.host, torch.as_tensor(tree.probabilities).tolist(), strict=True
+            ):
                 if parent < 0:
                     continue
                 place = children.setdefault((places[parent], token), len(tokens))

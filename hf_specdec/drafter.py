@@ -1,0 +1,146 @@
+"""Drafter: base of trained heads, which read the target's hidden states, borrow its embeddings and are saved alone."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@strict
+class DrafterConfig(PreTrainedConfig):
+    """What a head's weights depend on, and which target they belong to.
+
+    Args:
+        target (`str`, *optional*): Hub id or folder of the target.
+        target_revision (`str`, *optional*): its revision.
+        target_hidden_size, target_num_layers, target_vocab_size (`int`): its sizes; `check` compares them.
+        vocabulary_hash, chat_template_hash (`str`, *optional*): of the target's tokenizer.
+        feature_layers (`list[int]`): target hidden states (`output_hidden_states` indices) the head reads.
+        draft_vocab_size (`int`, *optional*): ids the head can draft; None is all of the target's.
+        trained_on (`str`, *optional*): what data, in words.
+    """
+
+    model_type = "specdec_drafter"
+
+    target: str | None = None
+    target_revision: str | None = None
+    target_hidden_size: int = 0
+    target_num_layers: int = 0
+    target_vocab_size: int = 0
+    vocabulary_hash: str | None = None
+    chat_template_hash: str | None = None
+    feature_layers: list[int] | None = None
+    draft_vocab_size: int | None = None
+    trained_on: str | None = None
+
+    def validate_known(self) -> None:
+        """Raises ValueError for a field that neither transformers nor the head knows, which is a misspelt one."""
+        unknown = set(self.__dict__) - set(PreTrainedConfig().__dict__) - set(type(self).__dataclass_fields__)
+        unknown = {name for name in unknown if not name.startswith("_")}
+        if unknown:
+            raise ValueError(f"{type(self).__name__} has no field {', '.join(sorted(unknown))}.")
+
+
+class Drafter(PreTrainedModel):
+    """Base of trained heads.
+
+    A subclass names its `config_class` and implements `for_target`, `loss` and whatever its generator calls. `attach` must
+    come before any use: it lends the head the target's embeddings and lm_head, which are never saved with it.
+    """
+
+    config_class = DrafterConfig
+    base_model_prefix = ""
+
+    @classmethod
+    def for_target(cls, model: PreTrainedModel, **options) -> "Drafter":
+        """A new head for `model`, built from its config, attached to it; `options` are fields of the head's config."""
+        raise NotImplementedError(f"{cls.__name__} must implement for_target(model, **options)")
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that `loss` takes, in order: the features, and the last one (after the final norm)."""
+        return (*(self.config.feature_layers or ()), self.config.target_num_layers)
+
+    def loss(
+        self, input_ids: torch.Tensor, hidden: Sequence[torch.Tensor], loss_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The training loss and detached metrics (sums and counts are the caller's business: each metric is a mean).
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(b, t)`): texts, padded on the right.
+            hidden (`Sequence[torch.Tensor]`, each `(b, t, h)`): the target's hidden states at `hidden_layers`.
+            loss_mask (`torch.Tensor` of shape `(b, t)`, bool): True at tokens of answers, which are to be predicted.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement loss(input_ids, hidden, loss_mask)")
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Checks that this head was made for `model`, and borrows its embeddings and lm_head.
+
+        Raises:
+            ValueError: naming both sides' values, if it was made for another model.
+        """
+        config = model.config.get_text_config(decoder=True)
+        pairs = {
+            "hidden size": (self.config.target_hidden_size, config.hidden_size),
+            "number of layers": (self.config.target_num_layers, config.num_hidden_layers),
+            "vocabulary size": (self.config.target_vocab_size, config.vocab_size),
+        }
+        for what, (needed, found) in pairs.items():
+            if needed != found:
+                raise ValueError(
+                    f"this {type(self).__name__} was made for {self.config.target or 'a target'} with {what} {needed}, but "
+                    f"{model.config.name_or_path or type(model).__name__} has {what} {found}: take the head's own target, "
+                    "or train a head for this one."
+                )
+        # in a list, so that they are neither parameters of the head nor saved with it
+        self._borrowed = [model.get_input_embeddings(), model.get_output_embeddings()]
+
+    @property
+    def embeddings(self) -> nn.Module:
+        """The target's input embeddings, borrowed."""
+        return self._borrowed[0]
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The target's output embeddings, borrowed."""
+        return self._borrowed[1]
+
+
+def target_fields(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> dict:
+    """The fields of a `DrafterConfig` that say which target it is for."""
+    config = model.config.get_text_config(decoder=True)
+    fields = {
+        "target": model.config.name_or_path or None,
+        "target_revision": getattr(model.config, "_commit_hash", None),
+        "target_hidden_size": config.hidden_size,
+        "target_num_layers": config.num_hidden_layers,
+        "target_vocab_size": config.vocab_size,
+    }
+    if tokenizer is not None:
+        fields["vocabulary_hash"] = digest(sorted(tokenizer.get_vocab().items()))
+        fields["chat_template_hash"] = digest(tokenizer.chat_template)
+    return fields
+
+
+def digest(value) -> str:
+    """Short hash of a JSON value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def load_head(source: str, head_class: type[Drafter]) -> Drafter:
+    """The head in a folder or Hub repository, every tensor accounted for.
+
+    Raises:
+        ValueError: naming the tensors that are missing or unexpected.
+    """
+    head, report = head_class.from_pretrained(source, output_loading_info=True)
+    wrong = {
+        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
+    }
+    if wrong:
+        raise ValueError(f"{source} is not a whole {head_class.__name__}: {wrong}.")
+    return head

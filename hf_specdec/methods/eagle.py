@@ -1,0 +1,405 @@
+"""EAGLE-1, -2 and -3 (Li et al. 2024, 2024, 2025). One small layer drafts in the target's own feature space.
+
+It reads the target's hidden states beside the next token's embedding, and feeds its own output back for the levels below.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from hf_specdec.drafter import Drafter, DrafterConfig, load_head, target_fields
+from hf_specdec.generator import SpecGenerator, Step
+from hf_specdec.tree import DraftTree
+
+
+@strict
+class EagleConfig(DrafterConfig):
+    """What an EAGLE head's weights depend on.
+
+    Args:
+        fused (`bool`): EAGLE-3: features of several layers fused, inputs normed apart, output normed before the lm_head.
+        fc_bias, attention_bias (`bool`): whether `fc`, and q, k and v, have biases.
+        norm_before_residual (`bool`): EAGLE-3 of the speculators library: the residual is the normed state.
+        own_lm_head (`bool`): whether the output matrix is trained with the head, or the target's rows are used.
+    """
+
+    model_type = "specdec_eagle"
+
+    fused: bool = False
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    fc_bias: bool = True
+    attention_bias: bool = False
+    norm_before_residual: bool = False
+    own_lm_head: bool = False
+
+    def validate_draft_vocabulary(self) -> None:
+        """Raises ValueError for a draft vocabulary larger than the target's."""
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= max(self.target_vocab_size, 1):
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size} of {self.target_vocab_size} target ids.")
+
+
+class Rows:
+    """Keys and values of the text, and behind them those of the draft in the making."""
+
+    def __init__(self):
+        self.keys = self.values = torch.empty(0)
+        self.length = 0
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes rows `(1, heads, n, d)` behind the others and returns views of all."""
+        start, self.length = self.length, self.length + keys.shape[2]
+        if self.keys.dim() == 1 or self.length > self.keys.shape[2]:
+            grown = [keys.new_empty(*keys.shape[:2], self.length * 2 + 256, keys.shape[3]) for _ in range(2)]
+            if start:
+                grown[0][:, :, :start], grown[1][:, :, :start] = self.keys[:, :, :start], self.values[:, :, :start]
+            self.keys, self.values = grown
+        self.keys[:, :, start : self.length] = keys
+        self.values[:, :, start : self.length] = values
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer whose attention reads the embedding and the state: joined by `fc` before (EAGLE-1, -2) or here (-3)."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.config = config
+        h, d = config.hidden_size, config.head_dim
+        width = 2 * h if config.fused else h
+        self.q_proj = nn.Linear(width, config.num_attention_heads * d, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * d, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * d, bias=config.attention_bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * d, h, bias=False)
+        self.gate_proj = nn.Linear(h, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(h, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, h, bias=False)
+        self.post_attention_layernorm = nn.RMSNorm(h, eps=config.rms_norm_eps)
+        if config.fused:
+            self.input_layernorm = nn.RMSNorm(h, eps=config.rms_norm_eps)
+            self.hidden_norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
+        self.act = ACT2FN[config.hidden_act]
+
+    def project(self, embedded: torch.Tensor, state: torch.Tensor, positions: torch.Tensor):
+        """Queries, keys, values `(b, heads, n, d)` and the residual, for inputs `(b, n, h)` at `positions` `(b, n)`."""
+        if self.config.fused:
+            normed = self.hidden_norm(state)
+            inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+            residual = normed if self.config.norm_before_residual else state
+        else:
+            inputs = residual = state  # `fc` joined the embedding and the state
+        shape = (*inputs.shape[:2], -1, self.config.head_dim)
+        queries, keys, values = (
+            projection(inputs).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        half = self.config.head_dim // 2
+        inverse = self.config.rope_theta ** -(torch.arange(half, device=inputs.device).float() / half)
+        angles = positions[:, None, :, None].float() * inverse  # [b, 1, n, d/2]
+        cos, sin = angles.cos().to(inputs.dtype), angles.sin().to(inputs.dtype)
+        return rotate(queries, cos, sin), rotate(keys, cos, sin), values, residual
+
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The layer's output `(b, n, h)` from the attention's `(b, heads, n, d)`."""
+        hidden = residual + self.o_proj(attended.transpose(1, 2).flatten(2))
+        normed = self.post_attention_layernorm(hidden)
+        return hidden + self.down_proj(self.act(self.gate_proj(normed)) * self.up_proj(normed))
+
+
+def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rows `(b, heads, n, d)` turned by their positions (RoPE, halves paired)."""
+    left, right = rows.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+class EagleHead(Drafter):
+    """The drafting layer of EAGLE-1 and -2 (`fused=False`) or EAGLE-3, with a full or a reduced draft vocabulary."""
+
+    config_class = EagleConfig
+
+    def __init__(self, config: EagleConfig):
+        super().__init__(config)
+        h, features = config.hidden_size, len(config.feature_layers or [0]) * config.target_hidden_size
+        self.fc = nn.Linear(features if config.fused else 2 * h, h, bias=config.fc_bias and not config.fused)
+        self.layer = EagleLayer(config)
+        if config.fused:
+            self.norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
+        if config.draft_vocab_size is not None:
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # [w] target id of each draft id
+        if config.own_lm_head:
+            self.output = nn.Linear(h, config.draft_vocab_size or config.target_vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def for_target(
+        cls, model: PreTrainedModel, *, draft_ids: torch.Tensor | None = None, fused: bool = False, **options
+    ) -> "EagleHead":
+        config = model.config.get_text_config(decoder=True)
+        layers = config.num_hidden_layers
+        heads = config.num_attention_heads
+        fields = target_fields(model) | {
+            "fused": fused,
+            "feature_layers": sorted({min(2, layers), layers // 2, max(layers - 3, 1)}) if fused else [layers],
+            "draft_vocab_size": None if draft_ids is None else len(draft_ids),
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        }
+        head = cls(EagleConfig(**fields | options))
+        if draft_ids is not None:
+            head.draft_ids.copy_(draft_ids)
+        head.attach(model)
+        return head
+
+    def attach(self, model: PreTrainedModel) -> None:
+        super().attach(model)
+        weight = self.output.weight if self.config.own_lm_head else self.lm_head.weight
+        if self.config.draft_vocab_size is not None:
+            check_ids(self.draft_ids, self.config.target_vocab_size)
+            weight = weight if self.config.own_lm_head else weight[self.draft_ids.to(weight.device)]
+        self._rows = [weight]  # [w, h], a list so that borrowed rows are not saved
+
+    def states(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The states `(b, n, h)` to begin with, from the target's features at `feature_layers`, each `(b, n, h)`."""
+        return self.fc(torch.cat(list(features), dim=-1)) if self.config.fused else features[0]
+
+    def forward(
+        self, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, rows: Rows, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One block through the layer, its keys and values appended to `rows`.
+
+        Args:
+            tokens (`torch.Tensor` of shape `(n,)`): the token after each state.
+            state (`torch.Tensor` of shape `(n, h)`): of the token before each.
+            positions (`torch.Tensor` of shape `(n,)`).
+            mask (`torch.Tensor` of shape `(n, rows)`): additive.
+
+        Returns:
+            The states `(n, h)` to feed back, and the draft logits `(n, w)`.
+        """
+        embedded, state = self.embeddings(tokens)[None], state[None]
+        if not self.config.fused:
+            state = self.fc(torch.cat([embedded, state], dim=-1))
+        queries, keys, values, residual = self.layer.project(embedded, state, positions[None])
+        keys, values = rows.append(keys, values)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        state = self.layer.finish(attended, residual)[0]
+        return state, self.logits(state)
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """Draft logits `(..., w)` of states `(..., h)`."""
+        return F.linear(self.norm(state) if self.config.fused else state, self._rows[0].to(state.dtype))
+
+    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Target ids of draft ids."""
+        return draft_ids if self.config.draft_vocab_size is None else self.draft_ids[draft_ids]
+
+    def loss(
+        self,
+        input_ids: torch.Tensor,
+        hidden: Sequence[torch.Tensor],
+        loss_mask: torch.Tensor,
+        *,
+        unroll: int = 3,
+        decay: float = 0.8,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Soft cross-entropy to the target's distribution, over `unroll` levels (EAGLE-3's training-time test).
+
+        Index t holds the feature of token t and the token t+1; level i reads token t+1+i and the state of level i-1, and
+        predicts what the target says after it. It attends to the true rows up to t and to its own levels at t.
+        """
+        final = hidden[-1]  # [b, t, h]
+        dtype = self.fc.weight.dtype
+        state = self.states([layer[:, :-1].to(dtype) for layer in hidden[:-1]])
+        length = state.shape[1]
+        positions = torch.arange(length, device=state.device).expand(len(state), -1)
+        causal = torch.ones(length, length, dtype=torch.bool, device=state.device).tril()
+        level_keys, level_values, total, metrics = [], [], 0.0, {}
+        for level in range(min(unroll, length - 1)):
+            tokens = F.pad(input_ids[:, 1 + level :], (0, level))  # [b, t-1], the end wraps into masked places
+            embedded = self.embeddings(tokens).detach().to(dtype)
+            inputs = state if self.config.fused else self.fc(torch.cat([embedded, state], dim=-1))
+            queries, keys, values, residual = self.layer.project(embedded, inputs, positions + level)
+            level_keys.append(keys)
+            level_values.append(values)
+            state = self.layer.finish(attend_levels(queries, level_keys, level_values, causal), residual)
+            wanted = F.pad(loss_mask[:, 2 + level :], (0, level + 1))  # [b, t-1], is token t+2+level to be predicted
+            if not wanted.any():
+                continue
+            logits = self.logits(state[wanted]).float()  # [m, w]
+            after = F.pad(final[:, 1 + level :], (0, 0, 0, level))[
+                wanted
+            ]  # [m, h], the target's state after the token
+            with torch.no_grad():
+                p = F.linear(after, self.target_rows().to(after.dtype)).float().softmax(dim=-1)
+            total = total + decay**level * -(p * logits.log_softmax(dim=-1)).sum(-1).mean()
+            metrics[f"top1_{level + 1}"] = (logits.argmax(-1) == p.argmax(-1)).float().mean()
+        return total, metrics
+
+    def target_rows(self) -> torch.Tensor:
+        """The target's lm_head rows `(w, h)` of the draft vocabulary."""
+        weight = self.lm_head.weight
+        return weight if self.config.draft_vocab_size is None else weight[self.draft_ids.to(weight.device)]
+
+
+def attend_levels(
+    queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], causal: torch.Tensor
+) -> torch.Tensor:
+    """Attention of one level: causal over level 0's rows, and at its own index over the levels after it."""
+    groups = queries.shape[1] // keys[0].shape[1]
+    keys = [rows.repeat_interleave(groups, dim=1) for rows in keys]
+    values = [rows.repeat_interleave(groups, dim=1) for rows in values]
+    scale = queries.shape[-1] ** -0.5
+    scores = (queries @ keys[0].transpose(2, 3) * scale).masked_fill(~causal, -torch.inf)  # [b, heads, t, t]
+    own = [(queries * rows).sum(-1, keepdim=True) * scale for rows in keys[1:]]  # each [b, heads, t, 1]
+    weights = torch.cat([scores, *own], dim=-1).softmax(dim=-1)
+    attended = weights[..., : scores.shape[-1]] @ values[0]
+    for i, rows in enumerate(values[1:]):
+        attended = attended + weights[..., scores.shape[-1] + i, None] * rows
+    return attended
+
+
+def check_ids(draft_ids: torch.Tensor, vocab_size: int) -> None:
+    """Raises ValueError unless the map from draft to target ids is increasing and within the target's vocabulary."""
+    if bool((draft_ids.diff() <= 0).any()) or int(draft_ids[0]) < 0 or int(draft_ids[-1]) >= vocab_size:
+        raise ValueError(
+            f"the head's draft vocabulary maps {len(draft_ids)} ids to {int(draft_ids.min())}..{int(draft_ids.max())}; they "
+            f"must be increasing and below the target's {vocab_size}: the file is damaged, or belongs to another target."
+        )
+
+
+class EagleGen(SpecGenerator):
+    """Drafts a tree level by level (EAGLE-2): the likeliest nodes are expanded, and the likeliest of all are verified.
+
+    Args:
+        head (`EagleHead` or `str`): the head, or its folder or Hub id.
+        top_k (`int`): nodes expanded per level, and children considered of each; 1 drafts chains.
+        depth (`int`): levels.
+        max_nodes (`int`): nodes verified, the root included.
+        min_probability (`float`): nodes estimated less likely than this are not verified.
+
+    Raises:
+        ValueError: if a count is below 1; at `bind`, if the head was made for another target.
+    """
+
+    name = "eagle"
+    drafter_argument = "an EAGLE head: a folder or a Hub id"
+    head_class = EagleHead
+
+    def __init__(
+        self,
+        head: EagleHead | str,
+        *,
+        top_k: int = 6,
+        depth: int = 5,
+        max_nodes: int = 20,
+        min_probability: float = 0.03,
+    ):
+        super().__init__()
+        for argument, value in (("top_k", top_k), ("depth", depth), ("max_nodes", max_nodes)):
+            if value < 1:
+                raise ValueError(f"EagleGen({argument}={value}): it must be at least 1.")
+        self.head = head
+        self.top_k = top_k
+        self.depth = depth
+        self.max_nodes = max_nodes
+        self.least_score = math.log(min_probability) if min_probability > 0 else -math.inf
+        self.chain_only = top_k == 1
+
+    def bind(self, model: PreTrainedModel) -> None:
+        if isinstance(self.head, str):
+            self.head = load_head(self.head, EagleHead)
+        self.head.to(device=model.device, dtype=model.dtype).eval()
+        self.head.attach(model)
+        self.hidden_layers = tuple(self.head.config.feature_layers)
+
+    def begin(self, input_ids: torch.Tensor, **call) -> None:
+        self.rows = Rows()
+        self.num_text_rows = 0
+        self.prompt: torch.Tensor | None = input_ids[0]
+        self.new: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def observe(self, step: Step) -> None:
+        """Keeps the accepted tokens' true features, each with the token that came after it."""
+        if step.hidden is None:
+            return
+        after = torch.tensor(step.tokens, device=self.head.device)
+        features = step.hidden
+        if (
+            self.prompt is not None
+        ):  # the prefill's features: of the prompt's last tokens, or of embeddings without ids
+            known = self.prompt.to(self.head.device)[-len(features[0]) :]
+            after = torch.cat([known[1:], after])
+            features = [layer[-len(after) :] for layer in features]
+            self.prompt = None
+        else:
+            path = torch.tensor(step.path, device=self.head.device)
+            features = [layer[path] for layer in features]
+        self.new = (after, self.head.states([layer[None] for layer in features])[0])
+
+    def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
+        root = input_ids[0, -1:].to(self.head.device)
+        if self.new is None:  # transformers' own loop shows no features
+            return DraftTree(root, root.new_tensor([-1]))
+        tokens, state = self.new
+        n, start = len(tokens), self.num_text_rows
+        self.rows.length = start  # the last draft's rows go, and the text's new rows come with their true features
+        positions = torch.arange(start, start + n, device=root.device)
+        mask = state.new_zeros(n, start + n)
+        mask[:, start:].masked_fill_(torch.ones(n, n, dtype=torch.bool, device=root.device).triu(1), -torch.inf)
+        state, logits = self.head(tokens, state, positions, self.rows, mask)
+        self.num_text_rows = start + n
+        return self.grow(root, state[-1:], logits[-1:], depth=min(self.depth, max_depth))
+
+    def grow(self, root: torch.Tensor, state: torch.Tensor, logits: torch.Tensor, *, depth: int) -> DraftTree:
+        """The tree under `root`, from the state `(1, h)` and the logits `(1, w)` behind it; built on the device."""
+        k, device = min(self.top_k, logits.shape[-1]), root.device
+        scores = torch.zeros(1, device=device)  # [f] log-probability of each expanded node
+        frontier = torch.full((1,), -1, device=device)  # [f] their numbers among all candidates; -1 is the root
+        above = torch.zeros(1, 0, dtype=torch.bool, device=device)  # [f, drafted rows] which of them lie above
+        all_tokens, all_scores, all_parents, created = [], [], [], 0
+        for level in range(depth):
+            likely, ids = logits.float().log_softmax(dim=-1).topk(k, dim=-1)  # [f, k]
+            candidates = (scores[:, None] + likely).flatten()  # [f * k]
+            all_tokens.append(self.head.target_ids(ids).flatten())
+            all_scores.append(candidates)
+            all_parents.append(frontier.repeat_interleave(k))
+            scores, best = candidates.topk(min(k, len(candidates)))
+            # the host may look, and stop, only where that costs nothing
+            hopeless = device.type == "cpu" and float(scores[0]) < self.least_score
+            if level + 1 == depth or hopeless:
+                break
+            parent = best // k
+            frontier, created = created + best, created + len(candidates)
+            own = torch.eye(len(best), dtype=torch.bool, device=device)
+            above = torch.cat([above[parent], own], dim=-1)
+            mask = state.new_zeros(len(best), self.num_text_rows + above.shape[-1])
+            mask[:, self.num_text_rows :].masked_fill_(~above, -torch.inf)
+            positions = torch.full((len(best),), self.num_text_rows + level, device=device)
+            state, logits = self.head(all_tokens[-1][best], state[parent], positions, self.rows, mask)
+        return self.select(root, torch.cat(all_tokens), torch.cat(all_scores), torch.cat(all_parents))
+
+    def select(
+        self, root: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor
+    ) -> DraftTree:
+        """The tree of the likeliest candidates: a parent is never less likely than its child and was made before it."""
+        order = scores.sort(descending=True, stable=True).indices[: self.max_nodes - 1]
+        kept = order[scores[order] >= self.least_score].sort().values  # [m]
+        places = torch.zeros(len(scores) + 1, dtype=torch.int64, device=root.device)  # the root's, -1, is the last one
+        places[kept] = torch.arange(1, len(kept) + 1, device=root.device)
+        tree = DraftTree(torch.cat([root, tokens[kept]]), torch.cat([root.new_tensor([-1]), places[parents[kept]]]))
+        tree.probabilities = torch.cat([scores.new_zeros(1), scores[kept]]).exp()
+        return tree
