@@ -1,28 +1,26 @@
-"""The command line: `hf-specdec compare | generate | verify | methods | bench`."""
+"""The command line: `hf-specdec compare | generate | verify | methods | bench | datastore`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
 
 from hf_specdec.bench import bench as run_bench
 from hf_specdec.bench import to_markdown
 from hf_specdec.compare import PLAIN, conditions, encode, race, summarize
+from hf_specdec.datastore_cli import app as datastore_app
+from hf_specdec.display import OriginStreamer, err, identity, out, progress_bar, speed_table, stage_table
 from hf_specdec.generator import METHODS, SpecGenerator, make_generator
 from hf_specdec.models import EMBEDDED, load_model
 from hf_specdec.prompts import PROMPTS, Prompt
-from hf_specdec.stats import STAGES
 
 app = typer.Typer(
     help="Speculative decoding for transformers: faster text, the same text.",
@@ -30,8 +28,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console()
-err = Console(stderr=True)
+
+app.add_typer(datastore_app, name="datastore")
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="Hub id or folder of the target; 'embedded' is SmolLM2-135M.")
@@ -69,6 +67,7 @@ def compare(
     """Time plain decoding and each method on the same prompts, in turn, and check that the texts are the same."""
     generators = make_all(method)
     target, tokenizer = load_model(model, dtype, device=device)
+    keep_fitting(generators, target, asked_for=method)
     chosen = select(prompts, limit)
     total = len(chosen) * repeats * (len(generators) + 1)
     runs = []
@@ -169,6 +168,7 @@ def verify(
     """
     generators = make_all(method)
     target, tokenizer = load_model(model, dtype, device=device)
+    keep_fitting(generators, target, asked_for=method)
     chosen = select(prompts, limit)
     exact = target.dtype in (torch.float32, torch.float64)
     results = []
@@ -281,6 +281,18 @@ def make_all(specs: list[str] | None) -> dict[str, SpecGenerator]:
     return {spec: make(spec) for spec in specs}
 
 
+def keep_fitting(generators: dict[str, SpecGenerator], target: PreTrainedModel, *, asked_for: list[str] | None) -> None:
+    """Drops those of the default methods that cannot draft for this target; of those asked for, none may be left out."""
+    for name, generator in list(generators.items()):
+        try:
+            generator.bind(target)
+        except ValueError as error:
+            if asked_for:
+                raise
+            err.print(f"{name} is left out: {error}", style="yellow", highlight=False)
+            del generators[name]
+
+
 def select(path: Path | None, limit: int | None) -> list[Prompt]:
     """The prompts of a file, or the built-in ones: the first `limit` of each kind."""
     chosen = PROMPTS
@@ -318,82 +330,14 @@ def take(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return chosen
 
 
-def identity(difference: dict[str, Any] | None) -> str:
-    """The words for where an answer leaves plain decoding's."""
-    if difference is None:
-        return "yes"
-    return f"first difference at token {difference['token']}, margin {difference['margin']:.3g}"
-
-
-def speed_table(rows: list[dict]) -> Table:
-    table = Table(title="Speed")
-    for column in ("method", "tokens/s", "speed-up", "tokens per step", "without bonus", "identical to plain"):
-        table.add_column(column, justify="left" if column in ("method", "identical to plain") else "right")
-    for row in rows:
-        same = "yes"
-        if row["differences"]:
-            worst = max(row["differences"], key=lambda item: item["margin"])
-            same = f"{row['identical']} of {row['answers']}; {identity(worst)}"
-        steps = [f"{row[key]:.2f}" for key in ("tokens_per_step", "accepted_per_step") if key in row] or [
-            "1.00",
-            "0.00",
-        ]
-        table.add_row(row["method"], f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x", *steps, same)
-    return table
-
-
-def stage_table(rows: list[dict]) -> Table:
-    table = Table(title="Seconds per answer, by stage")
-    table.add_column("method")
-    for stage in STAGES:
-        table.add_column(stage, justify="right")
-    for row in rows:
-        if "seconds" in row:
-            table.add_row(row["method"], *(f"{row['seconds'][stage]:.3f}" for stage in STAGES))
-    return table
-
-
-def progress_bar(*, quiet: bool) -> Progress:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=err, transient=True, disable=quiet)
-
-
-class OriginStreamer(BaseStreamer):
-    """Prints tokens as they are emitted, those that were drafted in green.
-
-    Text is decoded line by line, and a token that ends inside a character waits for the rest of it.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, generator: SpecGenerator):
-        self.tokenizer = tokenizer
-        self.generator = generator
-        self.line: list[int] = []
-        self.printed = ""
-        self.is_prompt = True
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.is_prompt:
-            self.is_prompt = False
-            return
-        self.line += value.flatten().tolist()
-        text = self.tokenizer.decode(self.line, skip_special_tokens=True)
-        if text.endswith("\ufffd"):
-            return
-        style = "green" if self.generator.stats.from_draft[-1] else None
-        out.print(Text(text[len(self.printed) :], style=style or ""), end="", soft_wrap=True)
-        self.printed = text
-        if text.endswith("\n"):
-            self.line, self.printed = [], ""
-
-    def end(self) -> None:
-        out.print()
+def main() -> None:
+    """The console script: bad input ends with its message and exit code 2, not with a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        err.print(f"error: {error}", style="red", highlight=False)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":
-    app()
+    main()

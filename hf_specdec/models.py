@@ -336,6 +336,16 @@ def _write_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
 
 
+def load_tokenizer(model_id_or_path: str | None = EMBEDDED) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the embedded model, or of a Hub id or folder, without its model."""
+    if model_id_or_path is None or model_id_or_path == EMBEDDED:
+        folder, name = _embedded_folder()
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        tokenizer.name_or_path = name
+        return tokenizer
+    return AutoTokenizer.from_pretrained(model_id_or_path, trust_remote_code=False)
+
+
 def stored_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer stored on this machine with a model, or `None` where there is none."""
     name = model.config.name_or_path

@@ -6,6 +6,7 @@ The datastore is read only and memory-mapped; one lookup costs a fraction of a m
 from __future__ import annotations
 
 from itertools import takewhile
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,8 @@ from hf_specdec.methods.pld import REPEATS
 from hf_specdec.models import stored_tokenizer
 from hf_specdec.tree import DraftTree
 
+EMBEDDED_DATASTORE = Path(__file__).parent.parent / "datastores" / "embedded"
+
 
 class RESTGen(SpecGenerator):
     """Drafts the tree of what most often followed the text's longest end that the datastore holds.
@@ -23,7 +26,9 @@ class RESTGen(SpecGenerator):
     The published sizes are `max_nodes=64, min_probability=0`.
 
     Args:
-        datastore (`Datastore` or `str`): what to search, or its folder.
+        datastore (`Datastore` or `str`, *optional*):
+            What to search, or its folder. None is the small one that ships for the embedded model: 0.1M tokens of answers
+            that the model itself wrote.
         max_nodes (`int`): largest tree, the root included.
         max_depth (`int`): tokens of a continuation, at most 64.
         min_probability (`float`): least estimated probability of a node.
@@ -36,10 +41,11 @@ class RESTGen(SpecGenerator):
 
     name = "rest"
     drafter_argument = "a datastore's folder, made by `hf-specdec datastore build`"
+    drafter_optional = True
 
     def __init__(
         self,
-        datastore: Datastore | str,
+        datastore: Datastore | str | None = None,
         *,
         max_nodes: int = 24,
         max_depth: int = 10,
@@ -51,7 +57,9 @@ class RESTGen(SpecGenerator):
         for argument, value in (("max_nodes", max_nodes), ("max_depth", max_depth), ("min_match", min_match)):
             if value < 1:
                 raise ValueError(f"RESTGen({argument}={value}): it must be at least 1.")
-        self.datastore = datastore if isinstance(datastore, Datastore) else Datastore.open(datastore)
+        self.datastore = (
+            datastore if isinstance(datastore, Datastore) else Datastore.open(datastore or EMBEDDED_DATASTORE)
+        )
         self.max_nodes = max_nodes
         self.max_depth = max_depth
         self.min_probability = min_probability

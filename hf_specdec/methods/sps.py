@@ -74,6 +74,7 @@ class SpSGen(SpecGenerator):
             check_vocabulary(model, self.drafter)
         self.checked = model
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.largest_id = self.drafter.config.get_text_config(decoder=True).vocab_size - 1
 
     def begin(
         self, input_ids: torch.Tensor, *, processors: LogitsProcessorList | None = None, do_sample: bool = False
@@ -89,7 +90,8 @@ class SpSGen(SpecGenerator):
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         num_tokens = min(self.num_draft_tokens or self.adapted_length(), max_depth)
         tokens, rows = [input_ids[0, -1:].to(self.drafter.device)], []
-        block = input_ids[:, self.cache.length :].to(self.drafter.device)  # committed tokens the drafter has not read
+        # committed tokens the drafter has not read; ids that only the target's padding has are read as its last one
+        block = input_ids[:, self.cache.length :].to(self.drafter.device).clamp(max=self.largest_id)
         for _ in range(num_tokens):
             outputs = self.drafter(input_ids=block, cache=self.cache.cache, use_cache=True, logits_to_keep=1)
             scores = self.fit_width(outputs.logits[:, -1].float())  # [1, v]

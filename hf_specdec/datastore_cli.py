@@ -1,0 +1,98 @@
+"""The command line of datastores: `hf-specdec datastore build | add | info`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from hf_specdec.datastore import SHARD_TOKENS, Datastore, encode
+from hf_specdec.display import out, progress_bar
+from hf_specdec.models import EMBEDDED, load_tokenizer
+
+app = typer.Typer(help="Build and inspect datastores for the method `rest`.", no_args_is_help=True)
+
+DataOption = Annotated[
+    str, typer.Option("--data", help="A Hub dataset, or a local .jsonl, .parquet, .csv or .txt file.")
+]
+TokenizerOption = Annotated[str, typer.Option("--tokenizer", help="Hub id or folder of the model it is for.")]
+SplitOption = Annotated[str, typer.Option("--split", help="Of a Hub dataset.")]
+ColumnOption = Annotated[str, typer.Option("--column", help="Texts, or chats as lists of role and content.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Take only so many rows.")]
+
+
+@app.command()
+def build(
+    data: DataOption,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The datastore's folder.")],
+    tokenizer: TokenizerOption = EMBEDDED,
+    split: SplitOption = "train",
+    column: ColumnOption = "text",
+    limit: LimitOption = None,
+    shard_tokens: Annotated[int, typer.Option("--shard-tokens", min=1)] = SHARD_TOKENS,
+) -> None:
+    """Index texts for the method `rest`. Called again after an interruption, it carries on."""
+    reader = load_tokenizer(tokenizer)
+    with progress_bar(quiet=False) as progress:
+        task = progress.add_task("tokens stored", total=None)
+        store = Datastore.from_texts(
+            read_texts(data, split=split, column=column, limit=limit),
+            output,
+            tokenizer=reader,
+            shard_tokens=shard_tokens,
+            progress=lambda tokens: progress.advance(task, tokens),
+        )
+    print_rows(store.info())
+
+
+@app.command()
+def add(
+    folder: Annotated[Path, typer.Argument(help="The datastore.")],
+    data: DataOption,
+    tokenizer: TokenizerOption = EMBEDDED,
+    split: SplitOption = "train",
+    column: ColumnOption = "text",
+    limit: LimitOption = None,
+) -> None:
+    """Add texts to a datastore, as new shards."""
+    reader = load_tokenizer(tokenizer)
+    store = Datastore.open(folder)
+    store.check(reader)
+    store.add(encode(read_texts(data, split=split, column=column, limit=limit), reader))
+    print_rows(store.info())
+
+
+@app.command()
+def info(folder: Path, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Say what a datastore holds."""
+    about = Datastore.open(folder).info()
+    print(json.dumps(about)) if as_json else print_rows(about)
+
+
+def print_rows(about: dict) -> None:
+    table = Table(show_header=False)
+    for key, value in about.items():
+        table.add_row(key, str(value))
+    out.print(table)
+
+
+def read_texts(data: str, *, split: str, column: str, limit: int | None) -> Iterator[str | list[dict]]:
+    """One column of a dataset, streamed."""
+    from datasets import load_dataset  # an extra of this package
+
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+    path = Path(data)
+    if path.is_file() and path.suffix in kinds:
+        rows = load_dataset(kinds[path.suffix], data_files=str(path), split="train", streaming=True)
+    else:
+        rows = load_dataset(data, split=split, streaming=True)
+    for number, row in enumerate(rows):
+        if limit is not None and number >= limit:
+            return
+        if column not in row:
+            raise typer.BadParameter(f"{data} has columns {', '.join(row)}, not {column!r}", param_hint="--column")
+        yield row[column]
