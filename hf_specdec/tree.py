@@ -96,7 +96,7 @@ class DraftTree:
         for tree in trees:
             places = [0]
             for token, parent, probability in zip(
-                *tree.host, torch.as_tensor(tree.probabilities).tolist(), strict=True
+                *tree.host, torch.as_tensor(tree.probabilities, dtype=torch.float64).tolist(), strict=True
             ):
                 if parent < 0:
                     continue
