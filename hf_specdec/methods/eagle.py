@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from hf_specdec.drafter import Drafter, DrafterConfig, load_head, target_fields
+from hf_specdec.checkpoints import load_eagle
+from hf_specdec.drafter import Drafter, DrafterConfig, target_fields
 from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.tree import DraftTree
 
@@ -25,8 +26,13 @@ class EagleConfig(DrafterConfig):
     Args:
         fused (`bool`): EAGLE-3: features of several layers fused, inputs normed apart, output normed before the lm_head.
         fc_bias, attention_bias (`bool`): whether `fc`, and q, k and v, have biases.
-        norm_before_residual (`bool`): EAGLE-3 of the speculators library: the residual is the normed state.
-        own_lm_head (`bool`): whether the output matrix is trained with the head, or the target's rows are used.
+        num_features (`int`): target layers that are fused.
+        fc_norm, norm_before_fc (`bool`): whether the features are normed before `fc`: each by itself, or all joined.
+        norm_before_residual (`bool`): whether the residual is the normed state.
+        norm_output (`bool`): whether the output is normed before the lm_head.
+        feed_back_normed (`bool`): whether the next level is fed the normed output.
+        own_lm_head (`bool`): whether the output matrix is the head's own, or the target's rows are used.
+        own_embeddings (`bool`): whether the head brings its own input embeddings.
     """
 
     model_type = "specdec_eagle"
@@ -42,8 +48,14 @@ class EagleConfig(DrafterConfig):
     rope_theta: float = 10000.0
     fc_bias: bool = True
     attention_bias: bool = False
+    num_features: int = 1
+    fc_norm: bool = False
+    norm_before_fc: bool = False
     norm_before_residual: bool = False
+    norm_output: bool = True
+    feed_back_normed: bool = False
     own_lm_head: bool = False
+    own_embeddings: bool = False
 
     def validate_draft_vocabulary(self) -> None:
         """Raises ValueError for a draft vocabulary larger than the target's."""
@@ -130,11 +142,19 @@ class EagleHead(Drafter):
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
-        h, features = config.hidden_size, len(config.feature_layers or [0]) * config.target_hidden_size
+        h, features, eps = config.hidden_size, config.num_features * config.target_hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(features if config.fused else 2 * h, h, bias=config.fc_bias and not config.fused)
         self.layer = EagleLayer(config)
         if config.fused:
-            self.norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
+            self.norm = nn.RMSNorm(h, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_features)
+            )
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(features, eps=eps)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.target_vocab_size, h)
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # [w] target id of each draft id
         if config.own_lm_head:
@@ -150,7 +170,8 @@ class EagleHead(Drafter):
         heads = config.num_attention_heads
         fields = target_fields(model) | {
             "fused": fused,
-            "feature_layers": sorted({min(2, layers), layers // 2, max(layers - 3, 1)}) if fused else [layers],
+            "feature_layers": fused_layers(layers) if fused else [layers],
+            "num_features": len(fused_layers(layers)) if fused else 1,
             "draft_vocab_size": None if draft_ids is None else len(draft_ids),
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
@@ -166,15 +187,36 @@ class EagleHead(Drafter):
 
     def attach(self, model: PreTrainedModel) -> None:
         super().attach(model)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self._num_target_layers = layers
+        self.feature_layers = self.config.feature_layers or (fused_layers(layers) if self.config.fused else [layers])
+        if len(self.feature_layers) != self.config.num_features or max(self.feature_layers) > layers:
+            raise ValueError(
+                f"this head reads {self.config.num_features} of the target's hidden states, {self.feature_layers}, but "
+                f"{model.config.name_or_path or type(model).__name__} has {layers} layers: take the head's own target."
+            )
         weight = self.output.weight if self.config.own_lm_head else self.lm_head.weight
         if self.config.draft_vocab_size is not None:
             check_ids(self.draft_ids, self.config.target_vocab_size)
             weight = weight if self.config.own_lm_head else weight[self.draft_ids.to(weight.device)]
         self._rows = [weight]  # [w, h], a list so that borrowed rows are not saved
 
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return (*self.feature_layers, self._num_target_layers)
+
     def states(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
         """The states `(b, n, h)` to begin with, from the target's features at `feature_layers`, each `(b, n, h)`."""
-        return self.fc(torch.cat(list(features), dim=-1)) if self.config.fused else features[0]
+        if not self.config.fused:
+            return features[0]
+        if self.config.fc_norm:
+            features = [norm(layer) for norm, layer in zip(self.fc_norm, features, strict=True)]
+        joined = torch.cat(list(features), dim=-1)
+        return self.fc(self.input_norm(joined) if self.config.norm_before_fc else joined)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Input embeddings of target ids, the target's or the head's own."""
+        return self.embed_tokens(tokens) if self.config.own_embeddings else self.embeddings(tokens)
 
     def forward(
         self, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, rows: Rows, mask: torch.Tensor
@@ -190,18 +232,23 @@ class EagleHead(Drafter):
         Returns:
             The states `(n, h)` to feed back, and the draft logits `(n, w)`.
         """
-        embedded, state = self.embeddings(tokens)[None], state[None]
+        embedded, state = self.embed(tokens)[None], state[None]
         if not self.config.fused:
             state = self.fc(torch.cat([embedded, state], dim=-1))
         queries, keys, values, residual = self.layer.project(embedded, state, positions[None])
         keys, values = rows.append(keys, values)
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-        state = self.layer.finish(attended, residual)[0]
-        return state, self.logits(state)
+        output = self.layer.finish(attended, residual)[0]
+        return self.fed_back(output), self.logits(output)
 
-    def logits(self, state: torch.Tensor) -> torch.Tensor:
-        """Draft logits `(..., w)` of states `(..., h)`."""
-        return F.linear(self.norm(state) if self.config.fused else state, self._rows[0].to(state.dtype))
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Draft logits `(..., w)` of the layer's outputs `(..., h)`."""
+        normed = self.norm(output) if self.config.fused and self.config.norm_output else output
+        return F.linear(normed, self._rows[0].to(output.dtype))
+
+    def fed_back(self, output: torch.Tensor) -> torch.Tensor:
+        """The state that the next level begins with."""
+        return self.norm(output) if self.config.feed_back_normed else output
 
     def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Target ids of draft ids."""
@@ -230,16 +277,17 @@ class EagleHead(Drafter):
         level_keys, level_values, total, metrics = [], [], 0.0, {}
         for level in range(min(unroll, length - 1)):
             tokens = F.pad(input_ids[:, 1 + level :], (0, level))  # [b, t-1], the end wraps into masked places
-            embedded = self.embeddings(tokens).detach().to(dtype)
+            embedded = self.embed(tokens).detach().to(dtype)
             inputs = state if self.config.fused else self.fc(torch.cat([embedded, state], dim=-1))
             queries, keys, values, residual = self.layer.project(embedded, inputs, positions + level)
             level_keys.append(keys)
             level_values.append(values)
-            state = self.layer.finish(attend_levels(queries, level_keys, level_values, causal), residual)
+            output = self.layer.finish(attend_levels(queries, level_keys, level_values, causal), residual)
+            state = self.fed_back(output)
             wanted = F.pad(loss_mask[:, 2 + level :], (0, level + 1))  # [b, t-1], is token t+2+level to be predicted
             if not wanted.any():
                 continue
-            logits = self.logits(state[wanted]).float()  # [m, w]
+            logits = self.logits(output[wanted]).float()  # [m, w]
             after = F.pad(final[:, 1 + level :], (0, 0, 0, level))[
                 wanted
             ]  # [m, h], the target's state after the token
@@ -253,6 +301,11 @@ class EagleHead(Drafter):
         """The target's lm_head rows `(w, h)` of the draft vocabulary."""
         weight = self.lm_head.weight
         return weight if self.config.draft_vocab_size is None else weight[self.draft_ids.to(weight.device)]
+
+
+def fused_layers(num_layers: int) -> list[int]:
+    """The target hidden states that EAGLE-3 fuses: low, middle, high."""
+    return sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 1)})
 
 
 def attend_levels(
@@ -321,10 +374,10 @@ class EagleGen(SpecGenerator):
 
     def bind(self, model: PreTrainedModel) -> None:
         if isinstance(self.head, str):
-            self.head = load_head(self.head, EagleHead)
+            self.head = load_eagle(self.head, EagleHead)
         self.head.to(device=model.device, dtype=model.dtype).eval()
         self.head.attach(model)
-        self.hidden_layers = tuple(self.head.config.feature_layers)
+        self.hidden_layers = tuple(self.head.feature_layers)
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
         self.rows = Rows()
