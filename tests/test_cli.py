@@ -1,0 +1,181 @@
+"""The command line, on a tiny model in a folder: what each command prints, and how bad input ends."""
+
+import json
+
+import pytest
+import torch
+from hf_specdec import METHODS, cli
+from hf_specdec.compare import Difference
+from tiny import tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A tiny model with a tokenizer of 97 words."""
+    path = tmp_path_factory.mktemp("tiny")
+    words = {f"w{i}": i for i in range(96)} | {"<unk>": 96}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
+    tiny("llama", dtype=torch.float32).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("w1 w2 w3 w4\n\nw9 w8 w7 w9 w8\n")
+    return str(path)
+
+
+def run(*words, code=0):
+    done = CliRunner().invoke(cli.app, [str(word) for word in words])
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    return done
+
+
+def run_main(monkeypatch, capsys, *words):
+    """The console script itself, which turns errors into messages."""
+    monkeypatch.setattr("sys.argv", ["hf-specdec", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code, " ".join(capsys.readouterr().err.split())
+
+
+def test_methods_lists_every_method():
+    rows = json.loads(run("methods", "--json").stdout)
+    assert [row["name"] for row in rows] == list(METHODS)
+    assert all(row["about"].strip() for row in rows)
+
+
+def test_compare_reports_each_method_with_its_conditions(folder, prompts):
+    report = json.loads(
+        run("compare", "--model", folder, "--prompts", prompts, "-m", "pld", "-m", f"sps:{folder}", "--max-new-tokens", 12,
+            "--dtype", "float32", "--repeats", 2, "--json").stdout
+    )  # fmt: skip
+    rows = {row["method"]: row for row in report["methods"]}
+    assert list(rows) == ["plain", "pld", f"sps:{folder}"]
+    assert all(row["identical"] == row["answers"] == 4 for row in rows.values())
+    assert rows["plain"]["speedup"] == 1.0 and rows[f"sps:{folder}"]["tokens_per_step"] > 1
+    assert rows["pld"]["tokens_per_step"] == pytest.approx(1 + rows["pld"]["accepted_per_step"], abs=0.2)
+    about = report["conditions"]
+    assert {"model", "dtype", "hardware", "threads", "torch", "transformers", "commit", "temperature"} <= set(about)
+
+
+def test_compare_shows_tables(folder, prompts):
+    shown = run("compare", "--model", folder, "--prompts", prompts, "-m", "pld", "--max-new-tokens", 8).stdout
+    assert "speed-up" in shown and "prefill" in shown
+
+
+def test_default_methods_that_do_not_fit_are_left_out_and_those_asked_for_are_not(
+    folder, prompts, monkeypatch, capsys
+):
+    rows = json.loads(run("compare", "--model", folder, "--prompts", prompts, "--max-new-tokens", 4, "--json").stdout)[
+        "methods"
+    ]
+    assert "rest" not in {row["method"] for row in rows}  # the datastore that ships is the embedded model's
+    code, shown = run_main(monkeypatch, capsys, "compare", "--model", folder, "--prompts", prompts, "-m", "rest")
+    assert code == 2 and "tokenizer" in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_verify_passes_where_texts_are_the_same(folder, prompts, temperature):
+    report = json.loads(
+        run("verify", "--model", folder, "--prompts", prompts, "-m", "pld", "-m", "sam", "--temperature", temperature,
+            "--max-new-tokens", 16, "--json").stdout
+    )  # fmt: skip
+    assert report["passed"] and len(report["results"]) == 4
+    assert report["conditions"]["dtype"] == "float32"
+
+
+def test_verify_fails_in_float32_and_explains_in_16_bits(folder, prompts, monkeypatch):
+    differ = lambda model, ids, plain, other: None if plain is other else Difference(3, 0.25)  # noqa: E731
+    monkeypatch.setattr("hf_specdec.compare.first_difference", differ)
+    words = ("verify", "--model", folder, "--prompts", prompts, "-m", "pld", "--max-new-tokens", 8)
+    assert "FAILED" in run(*words, code=1).stdout
+    shown = " ".join(run(*words, "--dtype", "bfloat16").stdout.split())
+    assert "token 3" in shown and "0.25" in shown and "passed" in shown
+
+
+def test_generate_streams_the_text_and_counts_it(folder):
+    answer = json.loads(run("generate", "w1 w2 w3", "--model", folder, "--max-new-tokens", 10, "--json").stdout)
+    assert len(answer["tokens"]) == answer["stats"]["emitted"] == 10
+    shown = run("generate", "w1 w2 w3", "--model", folder, "--max-new-tokens", 10).stdout
+    assert shown.split() == answer["text"].split()
+
+
+def test_bench_measures_the_curve_and_the_races(folder, tmp_path):
+    words = ("bench", "--model", folder, "--dtype", "float32", "--json")
+    curve = json.loads(run(*words, "--verify-curve").stdout)["verify_curve"]
+    assert set(curve) == {"128"} and set(curve["128"]) == {str(n) for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)}
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"category": kind, "turns": ["w1 w2 w3"]} for kind in ("writing", "qa")]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    report = json.loads(
+        run(
+            *words,
+            "--questions",
+            questions,
+            "--limit",
+            1,
+            "--repeats",
+            1,
+            "--max-new-tokens",
+            12,
+            "--output",
+            tmp_path,
+        ).stdout
+    )
+    assert set(report["races"]["ratios"]) >= {"our_plain / stock_plain", "our_pld / stock_pld"}
+    assert set(report["races"]["ratios_by_kind"]["our_pld / stock_pld"]) == {"mt_bench", "qa"}
+    assert all(ratio > 0 for ratio in report["races"]["ratios"].values())
+    assert "PLD reached" in (tmp_path / "bench.md").read_text()
+
+
+def test_a_datastore_is_built_added_to_and_searched(folder, tmp_path, prompts):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": "w1 w2 w3 w4 w5 w6"}) for _ in range(3)))
+    store = tmp_path / "store"
+    run("datastore", "build", "--data", texts, "--tokenizer", folder, "-o", store)
+    run("datastore", "add", store, "--data", texts, "--tokenizer", folder, "--limit", 2)
+    about = json.loads(run("datastore", "info", store, "--json").stdout)
+    assert about["documents"] == 5 and about["vocab_size"] == 97
+    words = (
+        "compare",
+        "--model",
+        folder,
+        "--prompts",
+        prompts,
+        "-m",
+        f"rest:{store}",
+        "--max-new-tokens",
+        8,
+        "--json",
+    )
+    assert json.loads(run(*words).stdout)["methods"][1]["answers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["compare", "-m", "pdl"], "unknown method 'pdl'"),
+        (["compare", "-m", "pld?max_gram=2"], "no option 'max_gram'"),
+        (["compare", "-m", "pld?max_ngram=0"], "at least 1"),
+        (["compare", "-m", "sps"], "needs a smaller causal language model"),
+        (["compare", "-m", "pld:user/repo"], "without a model"),
+        (["generate", "hello", "--model", "no/such-model"], "no/such-model"),
+        (["generate", "hello", "--dtype", "float12"], "float12"),
+        (["compare", "--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["datastore", "info", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_ends_with_a_message(words, said, monkeypatch, capsys):
+    code, shown = run_main(monkeypatch, capsys, *words)
+    assert code == 2
+    assert said.replace(" ", "") in shown.replace(" ", "").replace("│", "")
+    assert "Traceback" not in shown
