@@ -5,7 +5,7 @@
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 # More of the package's extras for the development venv, e.g. `make setup EXTRAS=dev,train`.
-EXTRAS ?= dev
+EXTRAS ?= dev,eval
 # Options for the demo, e.g. `make demo ARGS="--json"`.
 ARGS ?=
 
@@ -14,7 +14,7 @@ STAMP := $(VENV)/.set-up
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup chromium app demo test lint bench clean
 
 setup: $(STAMP)
 
@@ -37,10 +37,26 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[$(EXTRAS)]'
 	@touch $@
 
+# The tests of the Space drive Debian's Chromium; without it they are skipped.
+chromium:
+	@if ! command -v chromium >/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "installing Debian's chromium for the tests of the Space"; \
+			apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+		else \
+			echo "note: no chromium, so the Space is not tested in a browser; on Debian: sudo apt install chromium"; \
+		fi; \
+	fi
+
+app: setup
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt \
+		--editable '.[app]'
+	$(VENV)/bin/python app.py
+
 demo: setup
 	$(VENV)/bin/hf-specdec compare $(ARGS)
 
-test: setup
+test: setup chromium
 	$(VENV)/bin/python -m pytest -q
 
 lint: setup
