@@ -1,0 +1,394 @@
+"""The Space: what a column says is true, and nothing a visitor does harms another or the next run."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from tiny import generate, tiny
+from tiny_chat import tiny_tokenizer
+
+import hf_specdec
+from hf_specdec import METHODS, DraftTree, SpecGenerator, drawing
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "0"
+pytest.importorskip("gradio")
+sys.path.insert(0, str(Path(__file__).parent.parent))  # app.py is no part of the package
+from gradio_client import Client  # noqa: E402
+
+import app  # noqa: E402
+from hf_specdec import live  # noqa: E402
+
+PROMPT = "a<b>{{7*7}}${1} a<b>{{7*7}}${1} a<b>{{7*7}}"
+SETTINGS = {"model": "embedded", "dtype": "float32", "max_new_tokens": 24, "temperature": 0.0, "seed": 0}
+# of gradio's own doing: its queue sets an option that pandas 3.1 deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:'future.no_silent_downcasting' is deprecated")
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+class Broken(SpecGenerator):
+    """Drafts nothing a few times, and then fails."""
+
+    def draft(self, input_ids, *, max_depth):
+        if self.stats.steps > 4:
+            raise RuntimeError("the drafter broke <down>")
+        return DraftTree.chain(input_ids[0, -1:].tolist(), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Tiny models under the names that the page offers: "embedded", and "slow", which takes 20 ms for a forward."""
+    slow = tiny(dtype=torch.float32, scale=4, max_position_embeddings=4096)
+    slow.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    return {"embedded": tiny(dtype=torch.float32, scale=4), "slow": slow}
+
+
+@pytest.fixture(scope="module")
+def url(models):
+    """The page, served, on the tiny models."""
+    stock, tokenizer = live.load, tiny_tokenizer()
+    live.load = lambda name, dtype: (models[name], tokenizer) if name in models else stock(name, dtype)
+    METHODS["broken"] = Broken
+    _, address, _ = app.launch(prevent_thread_lock=True, quiet=True)
+    yield address
+    app.demo.close()
+    del METHODS["broken"]
+    live.load = stock
+
+
+@pytest.fixture
+def client(url):
+    return Client(url, verbose=False)
+
+
+@pytest.fixture(scope="module")
+def browser(url):
+    if CHROMIUM is None:
+        pytest.skip("no chromium: on Debian, apt install chromium")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as running:
+        chromium = running.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser, url):
+    """Opens the page at a width and theme; fails the test if the page logs an error."""
+    pages, errors = [], []
+
+    def open_page(width: int = 1280, theme: str = "light"):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.set_default_timeout(30_000)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(f"{url}?__theme={theme}")
+        page.locator("#prompt textarea").wait_for()
+        pages.append(page)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert errors == []
+
+
+def compare(client: Client, prompt: str, methods: list[str], **changes) -> dict:
+    settings = SETTINGS | changes
+    return client.predict(prompt, methods, *settings.values(), api_name="/compare")
+
+
+def fill(page, prompt: str) -> None:
+    page.locator("#prompt textarea").fill(prompt)
+
+
+def is_free(*, within: float) -> bool:
+    """Whether no generation is running, at the latest after so many seconds."""
+    free = live.one_at_a_time.acquire(timeout=within)
+    if free:
+        live.one_at_a_time.release()
+    return free
+
+
+# Through the API
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_method_shows_plain_decodings_own_text_and_true_counts(client, models, temperature):
+    names = [name for name, method in METHODS.items() if not method.drafter_argument and name != "broken"][:3]
+    report = compare(client, PROMPT, names, temperature=temperature, seed=3)
+    ids = live.read_chat(tiny_tokenizer(), [{"role": "user", "content": PROMPT}], device="cpu")
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+    expected = generate(models["embedded"], ids, seed=3, **sampling)[0, ids.shape[1] :].tolist()
+    assert [column["method"] for column in report["columns"]] == ["plain", *names]
+    for column in report["columns"]:
+        assert column["state"] == "done" and column["ids"] == expected
+        assert column["text"] == tiny_tokenizer().decode(expected, skip_special_tokens=True)
+    for column in report["columns"][1:]:
+        assert column["badge"][0] == "same" and column["speedup"] > 0
+        assert sum(column["accepted_lengths"]) + len(column["accepted_lengths"]) + 1 >= column["tokens"]
+    assert report["conditions"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    "prompt, changes, message",
+    [
+        (" \n", {}, "empty"),
+        ("a" * 600, {}, "more than the 512"),
+        ("a", {"model": "nobody/nothing"}, "nobody/nothing"),
+        ("a", {"model": "/etc"}, "no Hub id"),
+    ],
+)
+def test_what_cannot_be_run_is_said_and_the_next_run_works(client, prompt, changes, message):
+    assert message in compare(client, prompt, ["pld"], **changes)["error"]
+    assert compare(client, "abc", ["pld"])["columns"][1]["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("broken", "the drafter broke <down>"),
+        ("nothing", "unknown method"),
+        ("pld?nothing=1", "no option"),
+        ("pld?num_matches=100000", "below 1000"),
+        ("sps:/etc", "no Hub id"),
+        ("sps:nobody/nothing", "nobody/nothing"),
+        ("rest:../../etc", "no Hub id"),
+    ],
+)
+def test_a_failing_column_says_why_and_the_others_go_on(client, spec, message):
+    plain, failed, other = compare(client, PROMPT, [spec, "sam"])["columns"]
+    assert failed["state"] == "failed" and message in failed["message"] and failed["badge"] is None
+    assert plain["state"] == other["state"] == "done" and other["badge"][0] == "same"
+
+
+def test_the_api_needs_only_a_prompt_and_methods(client):
+    report = client.predict("abc", ["pld"], api_name="/compare")
+    assert report["done"] and report["columns"][1]["tokens"] == 128
+
+
+def test_a_drafter_from_the_list_is_accepted_whole(client):
+    column = compare(client, PROMPT, ["sps:embedded?num_draft_tokens=3"])["columns"][1]
+    assert column["badge"][0] == "same" and set(column["accepted_lengths"][:-1]) == {3}
+
+
+def test_stop_ends_a_run_within_a_step(client):
+    client.predict(api_name="/begin")
+    job = client.submit("abc abc", "slow", "float32", max_new_tokens=1024, api_name="/race")
+    while len(job.outputs()) < 6:
+        time.sleep(0.05)
+    client.predict(api_name="/stop")
+    figures = job.result(timeout=5)[6]
+    assert [column["state"] for column in figures["columns"]] == ["stopped"] * 3
+    assert 0 < figures["columns"][0]["tokens"] < 200
+
+
+def test_a_new_run_of_a_session_ends_the_one_before(client):
+    client.predict(api_name="/begin")
+    first = client.submit("abc abc", "slow", "float32", max_new_tokens=1024, api_name="/race")
+    while len(first.outputs()) < 6:
+        time.sleep(0.05)
+    client.predict(api_name="/begin")
+    second = client.submit("abc abc", "embedded", "float32", max_new_tokens=16, api_name="/race")
+    assert first.result(timeout=5)[6]["columns"][0]["state"] == "stopped"
+    assert second.result(timeout=20)[6]["columns"][1]["badge"][0] == "same"
+
+
+def test_two_visitors_at_once_get_their_own_results_and_histories(url):
+    clients = [Client(url, verbose=False) for _ in range(2)]
+    prompts = ["first first first", "second second second"]
+    jobs = [
+        client.submit(prompt, "embedded", "float32", max_new_tokens=16, follow_up=True, api_name="/race")
+        for client, prompt in zip(clients, prompts, strict=True)
+    ]
+    for client, prompt, job in zip(clients, prompts, jobs, strict=True):
+        chat = job.result(timeout=30)[-1]
+        again = client.submit("more", "embedded", "float32", max_new_tokens=8, follow_up=True, api_name="/race")
+        assert [message["role"] for message in chat] == ["user", "assistant"] and prompt in json.dumps(chat)
+        chat = again.result(timeout=30)[-1]
+        assert len(chat) == 4 and prompt in json.dumps(chat[:1]) and "more" in json.dumps(chat[2])
+
+
+def test_a_closed_generator_frees_the_machine_and_all_it_yields_can_be_pickled(url):
+    runs = live.run_methods("abc", ["plain", "pld"], SETTINGS | {"model": "slow", "max_new_tokens": 1000})
+    for outcome in runs:
+        assert pickle.loads(pickle.dumps(outcome)) == outcome
+        if outcome.get("columns") and outcome["columns"][0]["tokens"]:
+            break
+    assert not is_free(within=0)
+    runs.close()
+    assert is_free(within=1)
+
+
+def test_every_action_has_an_api_name():
+    names = [fn.api_name for fn in app.demo.fns.values() if fn.api_visibility != "private"]
+    assert {"race", "compare", "begin", "stop", "read_results", "draw_step"} <= set(names)
+    assert not [name for name in names if not name or name.startswith(("lambda", "fn"))]
+
+
+def test_import_touches_no_gpu_and_lends_one_to_the_decoding_where_spaces_is_present(tmp_path):
+    fake = "calls = []\ndef GPU(duration):\n    calls.append(duration)\n    return lambda function: function\n"
+    (tmp_path / "spaces.py").write_text(fake)
+    code = """import torch
+def refuse(*args, **kwargs): raise AssertionError("CUDA at import")
+torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = refuse
+import app, spaces
+assert spaces.calls == [120]"""
+    root = Path(app.__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
+# Results
+
+
+def test_results_are_read_filtered_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "RESULTS", tmp_path)
+    assert app.read_results("")[0] == [] and "no results" in app.read_results("")[1]
+    assert "no dataset id" in app.read_results("../../etc")[1] and "Cannot read" in app.read_results("nobody/none")[1]
+    rows = [
+        {"model": "m", "method": name, "task": task, "speedup": speed, "tokens_per_step": 2.0}
+        for name, task, speed in (("pld", "qa", 1.0), ("pld", "overall", 1.5), ("sam", "overall", 2.5))
+    ]
+    (tmp_path / "run").mkdir()
+    report = {"conditions": {"hardware": "cpu", "dtype": "float32"}, "rows": [*rows, {"model": "m"}, 3]}
+    (tmp_path / "run" / "report.json").write_text(json.dumps(report | {"rows": report["rows"][:-1]}))
+    (tmp_path / "other.json").write_text("[1, 2]")
+    (tmp_path / "half.json").write_text('{"rows": [')
+    found, message = app.read_results("")
+    assert len(found) == 3 and "3 rows" in message and found[0]["hardware"] == "cpu"
+    charts, table = app.show_results(found, [], ["pld"], [], [])
+    assert [row[1] for row in table] == ["pld", "pld"] and "1.50" in charts and "2.50" not in charts
+
+
+def test_the_spaces_card_is_complete_and_pins_what_the_page_is_tested_with():
+    root = Path(app.__file__).parent
+    card = ModelCard((root / "hub_cards" / "space.md").read_text(encoding="utf-8"), ignore_metadata_errors=False).data
+    wanted = "title emoji sdk sdk_version python_version app_file license short_description models tags"
+    for name in [*wanted.split(), "suggested_hardware", "preload_from_hub"]:
+        assert card.to_dict()[name], name
+    assert len(card.short_description) <= 60
+    assert f"gradio=={card.sdk_version}" in (root / "requirements" / "constraints.txt").read_text().split()
+    assert (root / "requirements" / "space.txt").read_text() == f"hf-specdec[app]=={hf_specdec.__version__}\n"
+
+
+# Drawings
+
+
+def test_a_tree_marks_what_was_accepted_and_no_two_nodes_share_a_place():
+    parents = [-1, 0, 1, 2, 0, 1, 5, 0, 4]
+    words = ["root", "a", "b", "<script>", "d", "{{e}}", "${f}", "g", "\n"]
+    picture = drawing.tree({"words": words, "parents": parents, "accepted": [4, 8], "own": "own"})
+    assert picture.count('class="accepted"') == 2 and picture.count('class="kept"') == 2
+    assert picture.count('class="refused"') == 6 and picture.count('class="target"') == 1
+    assert "<script>" not in picture and "{" not in picture and "$" not in picture
+    columns, lines = drawing.places(parents, first={4, 8})
+    assert len(set(zip(columns, lines, strict=True))) == len(parents) and lines[4] == lines[8] == 0
+
+
+# In a browser
+
+
+def test_the_page_streams_three_columns_with_badges_charts_and_steps(open_page):
+    page = open_page()
+    fill(page, PROMPT)
+    page.get_by_label("number input for New tokens, at most").fill("48")
+    page.locator("#run").click()
+    page.locator("#status", has_text="Finished").wait_for()
+    for i in range(3):
+        card = page.locator(f"#column-{i}")
+        assert card.locator(".sd-text p").inner_text().strip()
+    for i in (1, 2):
+        assert "identical to plain decoding" in page.locator(f"#column-{i} .sd-badge").inner_text()
+        assert page.locator(f"#column-{i} .sd-stages i").count() == 6
+        assert page.locator(f"#column-{i} .sd-hist div").count() >= 1
+    assert page.locator("#column-1 mark").first.get_attribute("title").endswith("accepted")
+    assert page.locator("#summary .sd-track").count() == 3
+    page.locator("#tree svg .accepted").first.wait_for()
+    before = page.locator("#tree").inner_text()
+    page.get_by_role("button", name="Previous step").click()
+    page.wait_for_function("before => document.querySelector('#tree').innerText !== before", arg=before)
+    plain, method = (page.locator(f"#column-{i} .sd-text").inner_text() for i in (0, 1))
+    assert plain == method  # also where the text has braces, dollars and angles in it
+
+
+def test_text_streams_stop_ends_it_and_a_bad_option_shows_in_its_column(open_page):
+    page = open_page()
+    page.get_by_label("Model", exact=True).fill("slow")
+    fill(page, "abc abc abc")
+    page.get_by_label("number input for New tokens, at most").fill("1024")
+    page.locator("#run").click()
+    lengths = []
+    for _ in range(3):
+        page.wait_for_function(
+            "n => (document.querySelector('#column-0 .sd-text')?.innerText.length ?? 0) > n", arg=max([0, *lengths])
+        )
+        lengths.append(len(page.locator("#column-0 .sd-text").inner_text()))
+    page.locator("#stop").click()
+    page.locator("#column-0", has_text="stopped").wait_for()
+    assert is_free(within=1)
+    page.get_by_label("Model", exact=True).fill("embedded")
+    page.get_by_label("number input for New tokens, at most").fill("16")
+    page.get_by_role("button", name="Options of method 2").click()
+    page.get_by_label("Options 2").fill("nothing=1")
+    page.locator("#run").click()
+    page.locator("#status", has_text="Finished").wait_for()
+    assert "no option 'nothing'" in page.locator("#column-2 [role=alert]").inner_text()
+    assert "identical" in page.locator("#column-1 .sd-badge").inner_text()
+    fill(page, " ")
+    page.locator("#run").click()
+    page.locator("#status [role=alert]", has_text="empty").wait_for()
+
+
+def test_a_closed_tab_ends_the_run(open_page):
+    page = open_page()
+    page.get_by_label("Model", exact=True).fill("slow")
+    fill(page, "abc abc abc")
+    page.get_by_label("number input for New tokens, at most").fill("1024")
+    page.locator("#run").click()
+    page.locator("#column-0 .sd-text").wait_for()
+    page.goto("about:blank")
+    assert is_free(within=5)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_narrow_page_fits_and_everything_has_a_label(open_page, theme):
+    page = open_page(390, theme)
+    fill(page, "abc abc abc")
+    page.get_by_label("number input for New tokens, at most").fill("24")
+    page.locator("#run").click()
+    page.locator("#tree svg").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    widths = [page.locator(f"#column-{i}").bounding_box()["width"] for i in range(3)]
+    assert min(widths) > 300  # one below the other
+    unlabelled = page.evaluate(
+        """[...document.querySelectorAll('input, textarea, button, select, svg[role=img]:not([aria-hidden])')].filter(e =>
+        e.checkVisibility() && !(e.ariaLabel || e.labels?.length || e.innerText?.trim() || e.title ||
+        e.getAttribute('aria-labelledby'))).map(e => e.outerHTML.slice(0, 200))"""
+    )
+    assert unlabelled == []
+
+
+# On the embedded model
+
+
+def test_the_embedded_model_writes_the_same_text_in_every_column(smollm, monkeypatch):
+    monkeypatch.setattr(live, "load", lambda name, dtype: smollm)
+    *_, outcome = live.run_methods("Count to ten: one, two,", ["plain", "pld"], SETTINGS | {"max_new_tokens": 16})
+    plain, pld = outcome["columns"]
+    assert pld["badge"][0] == "same" and "".join(text for text, _ in plain["pieces"]).strip()
