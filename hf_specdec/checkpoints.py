@@ -69,8 +69,10 @@ def convert(head: Drafter, tensors: dict[str, torch.Tensor], names: dict[str, st
         raise ValueError(
             f"this is not a whole {type(head).__name__}: missing {missing}, unexpected {unexpected}, misshapen {shapes}."
         )
-    head.load_state_dict({ours: tensors[theirs] for ours, theirs in names.items()})
-    return head.to(next(iter(tensors.values())).dtype)
+    head.to(next(iter(tensors.values())).dtype).load_state_dict(
+        {ours: tensors[theirs] for ours, theirs in names.items()}
+    )
+    return head
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line: `hf-specdec compare | generate | verify | methods | bench | datastore`."""
+"""The command line: `hf-specdec compare | generate | verify | methods | bench | datastore | train | data`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from hf_specdec.compare import PLAIN, conditions, encode, race, summarize
 from hf_specdec.datastore_cli import app as datastore_app
 from hf_specdec.display import OriginStreamer, err, identity, out, progress_bar, speed_table, stage_table
 from hf_specdec.generator import METHODS, SpecGenerator, make_generator
+from hf_specdec.methods.layerskip import LayerSkipGen
 from hf_specdec.models import EMBEDDED, load_model
 from hf_specdec.prompts import PROMPTS, Prompt
+from hf_specdec.regenerate import app as data_app
+from hf_specdec.train import train
 
 app = typer.Typer(
     help="Speculative decoding for transformers: faster text, the same text.",
@@ -30,6 +33,14 @@ app = typer.Typer(
 )
 
 app.add_typer(datastore_app, name="datastore")
+CHECKOUT = Path(__file__).parents[1]
+if (CHECKOUT / "eval" / "__main__.py").is_file():  # part of the checkout, not of the wheel
+    sys.path.append(str(CHECKOUT))
+    from eval.__main__ import app as eval_app
+
+    app.add_typer(eval_app, name="eval")
+app.add_typer(data_app, name="data")
+app.command()(train)
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="Hub id or folder of the target; 'embedded' is SmolLM2-135M.")
@@ -225,6 +236,35 @@ def methods(as_json: JsonOption = False) -> None:
     for row in rows:
         table.add_row(*row.values())
     out.print(table)
+
+
+@app.command()
+def skip_layers(
+    model: ModelOption = EMBEDDED,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    prompts: PromptsOption = None,
+    limit: LimitOption = 1,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Sets of layers to try.")] = 40,
+    as_json: JsonOption = False,
+) -> None:
+    """Search, on sample prompts, which layers the method `layerskip` leaves out of this model, and keep them for it."""
+    target, tokenizer = load_model(model, dtype, device=device)
+    ids = [encode(tokenizer, prompt.text, device=target.device) for prompt in select(prompts, limit)]
+    with progress_bar(quiet=as_json) as progress:
+        task = progress.add_task("searching", total=trials)
+        skip, promised = LayerSkipGen.search(
+            target,
+            ids,
+            trials=trials,
+            on_trial=lambda number, best: progress.update(
+                task, completed=number + 1, description=f"best so far promises {best:.2f}x"
+            ),
+        )
+    if as_json:
+        print(json.dumps({"skip": skip, "promised_speedup": promised, "conditions": conditions(target)}))
+    else:
+        out.print(f"layers {skip} left out promise {promised:.2f}x; `layerskip` now uses them for this model")
 
 
 @app.command()

@@ -36,7 +36,15 @@ def decode(
 
     for step in count():  # step 0 is the prefill's
         logits = outputs.logits[0].to(text.ids.device)  # [n, v]; the prefill's may begin before the root
-        pick = picker(tree, logits[-len(tree) :], text, processors=processors, do_sample=do_sample, record=record)
+        pick = picker(
+            tree,
+            logits[-len(tree) :],
+            text,
+            processors=processors,
+            do_sample=do_sample,
+            record=record,
+            lossy_choice=generator.lossy_choice,
+        )
         path, tokens, accepted, ended = [], [], 0, False
         for node, token, drafted in walk(tree, pick):
             path.append(node)
@@ -76,6 +84,7 @@ def picker(
     processors: LogitsProcessorList,
     do_sample: bool,
     record: Record,
+    lossy_choice: Callable[[torch.Tensor, list[int]], int | None] | None = None,
 ) -> Callable[[int], int]:
     """How the target chooses its token after a node, given its logits `(n, v)` at all nodes.
 
@@ -83,7 +92,8 @@ def picker(
     made one by one as the walk gets there: processors then see each prefix of the text once and in order, as they would in
     plain decoding, and sampling draws as often.
     """
-    if not do_sample and not record.per_token and len(position_free(processors)) == len(processors):
+    position_free_only = len(position_free(processors)) == len(processors)
+    if not do_sample and not record.per_token and position_free_only and lossy_choice is None:
         scores = logits.float()
         choices = (processors(text.ids, scores) if processors else scores).argmax(dim=-1)  # [n]
         return tree.read_with(choices).__getitem__
@@ -92,6 +102,9 @@ def picker(
         raw = logits[node : node + 1].to(copy=True, dtype=torch.float32)  # [1, v]
         scores = processors(text.ids, raw)
         record.choice(raw, scores)
+        accepted = lossy_choice(scores, tree.children(node)) if lossy_choice else None
+        if accepted is not None:
+            return accepted
         if do_sample and tree.q is not None:
             return choose_rejecting(scores, tree.children(node), tree.q[node])
         return choose(scores, do_sample=do_sample)

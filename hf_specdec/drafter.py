@@ -90,7 +90,7 @@ class Drafter(PreTrainedModel):
             "vocabulary size": (self.config.target_vocab_size, config.vocab_size),
         }
         for what, (needed, found) in pairs.items():
-            if needed != found:
+            if needed and needed != found:  # other projects' heads do not say all of it
                 raise ValueError(
                     f"this {type(self).__name__} was made for {self.config.target or 'a target'} with {what} {needed}, but "
                     f"{model.config.name_or_path or type(model).__name__} has {what} {found}: take the head's own target, "
@@ -143,4 +143,28 @@ def load_head(source: str, head_class: type[Drafter]) -> Drafter:
     }
     if wrong:
         raise ValueError(f"{source} is not a whole {head_class.__name__}: {wrong}.")
+    for parameter in head.parameters():  # the mapped file's rows are not aligned, which costs time and the last bit
+        parameter.data = parameter.data.clone()
     return head
+
+
+def check_ids(draft_ids: torch.Tensor, vocab_size: int) -> None:
+    """Raises ValueError unless the map from draft to target ids is increasing and within the target's vocabulary."""
+    if bool((draft_ids.diff() <= 0).any()) or int(draft_ids[0]) < 0 or int(draft_ids[-1]) >= vocab_size:
+        raise ValueError(
+            f"the head's draft vocabulary maps {len(draft_ids)} ids to {int(draft_ids.min())}..{int(draft_ids.max())}; they "
+            f"must be increasing and below the target's {vocab_size}: the file is damaged, or belongs to another target."
+        )
+
+
+def narrowed(lm_head: nn.Linear, draft_ids: torch.Tensor | None) -> nn.Linear:
+    """The target's lm_head, or a frozen one with its rows for `draft_ids` alone; ValueError if these are not ids of it."""
+    if draft_ids is None:
+        return lm_head
+    check_ids(draft_ids, len(lm_head.weight))
+    rows = lm_head.weight.detach()[draft_ids.to(lm_head.weight.device)]  # [w, h]
+    cut = nn.Linear(*rows.T.shape, bias=lm_head.bias is not None, device="meta")
+    cut.weight = nn.Parameter(rows, requires_grad=False)
+    if lm_head.bias is not None:
+        cut.bias = nn.Parameter(lm_head.bias.detach()[draft_ids.to(rows.device)], requires_grad=False)
+    return cut

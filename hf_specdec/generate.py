@@ -33,6 +33,7 @@ OTHER_SPECULATION = (
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
     "use_mtp",
+    "speculation_type",
 )
 
 
@@ -73,6 +74,7 @@ def speculate(
         prompt_logits=generator.prompt_logits,
         hidden_layers=generator.hidden_layers,
     )
+    generator.share(target)
     if not (generator.chain_only or target.tree_capable):
         generator.stats.notes.append("drafts are cut to chains: the target's cache or positions cannot hold a tree")
     text = Text(input_ids, criteria=stopping_criteria, max_length=generation_config.max_length, streamer=streamer)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +14,9 @@ from transformers.generation import CandidateGenerator, LogitsProcessorList
 
 from hf_specdec.stats import SpecStats
 from hf_specdec.tree import DraftTree
+
+if TYPE_CHECKING:
+    from hf_specdec.target import Target
 
 METHODS: dict[str, type[SpecGenerator]] = {}
 
@@ -57,6 +61,9 @@ class SpecGenerator(CandidateGenerator):
         drafter_optional (`bool`): whether it has a default for that.
         whole_draft_only (`bool`): whether it learns only from drafts verified whole, and so cannot be part of a hybrid.
         lossless (`bool`): False only while an option that changes the output's distribution is on.
+        lossy_choice (`Callable`, *optional*):
+            Only set by an option that says lossy: picks, from processed scores `(1, v)` and a node's drafted tokens, the one
+            to accept, or None to let the target choose.
         seed_exact (`bool`): False only where sampling keeps the distribution, but not the very tokens of a seed.
     """
 
@@ -70,6 +77,7 @@ class SpecGenerator(CandidateGenerator):
     hidden_layers: tuple[int, ...] = ()
     whole_draft_only: bool = False
     lossless: bool = True
+    lossy_choice: Callable[[torch.Tensor, list[int]], int | None] | None = None
     seed_exact: bool = True
 
     def __init_subclass__(cls, **kwargs):
@@ -86,6 +94,13 @@ class SpecGenerator(CandidateGenerator):
 
         Raises:
             ValueError: if it cannot; names both sides' values.
+        """
+
+    def share(self, target: Target) -> None:
+        """Takes the call's target, before it runs: for a generator that runs some of its layers itself while drafting.
+
+        Raises:
+            ValueError: if the target cannot be run that way.
         """
 
     def begin(

@@ -69,6 +69,21 @@ def choose(scores: torch.Tensor, *, do_sample: bool) -> int:
     return int(scores.argmax(dim=-1))
 
 
+def choose_typical(scores: torch.Tensor, drafted: Sequence[int], *, epsilon: float, alpha: float) -> int | None:
+    """The likeliest of `drafted` that is typical for the target, None where there is none (lossy: Medusa, Cai et al. 2024).
+
+    Args:
+        scores (`torch.Tensor` of shape `(1, v)`): processed target scores.
+        epsilon, alpha (`float`): typical is what has more than min(epsilon, alpha * exp(-entropy)) of the probability.
+    """
+    if not drafted:
+        return None
+    p = scores[0].softmax(dim=-1)  # [v]
+    threshold = torch.exp(-torch.special.entr(p).sum()).mul(alpha).clamp(max=epsilon)
+    likely, place = p[torch.tensor(drafted, device=p.device)].max(dim=0)
+    return drafted[int(place)] if likely > threshold else None
+
+
 def choose_rejecting(scores: torch.Tensor, drafted: Sequence[int], q: torch.Tensor) -> int:
     """Samples a token with the law of `scores`, and as often as possible one of `drafted`.
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from hf_specdec.checkpoints import load_eagle
-from hf_specdec.drafter import Drafter, DrafterConfig, target_fields
+from hf_specdec.drafter import Drafter, DrafterConfig, check_ids, target_fields
 from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.tree import DraftTree
 
@@ -174,7 +174,7 @@ class EagleHead(Drafter):
             "num_features": len(fused_layers(layers)) if fused else 1,
             "draft_vocab_size": None if draft_ids is None else len(draft_ids),
             "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
+            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -182,8 +182,20 @@ class EagleHead(Drafter):
         head = cls(EagleConfig(**fields | options))
         if draft_ids is not None:
             head.draft_ids.copy_(draft_ids)
+        head.begin_like(model)
         head.attach(model)
         return head
+
+    @torch.no_grad()
+    def begin_like(self, model: PreTrainedModel) -> None:
+        """Starts as near to the target as it can: its last layer's weights where shapes agree, features passed through."""
+        own = dict(self.layer.named_parameters())
+        for name, parameter in model.get_decoder().layers[-1].named_parameters():
+            twin = own.get(".".join(name.split(".")[-2:]))
+            if twin is not None and twin.shape == parameter.shape:
+                twin.copy_(parameter)
+        if not self.config.fused and self.config.hidden_size == self.config.target_hidden_size:
+            self.fc.weight[:, self.config.hidden_size :].copy_(torch.eye(self.config.hidden_size))
 
     def attach(self, model: PreTrainedModel) -> None:
         super().attach(model)
@@ -323,15 +335,6 @@ def attend_levels(
     for i, rows in enumerate(values[1:]):
         attended = attended + weights[..., scores.shape[-1] + i, None] * rows
     return attended
-
-
-def check_ids(draft_ids: torch.Tensor, vocab_size: int) -> None:
-    """Raises ValueError unless the map from draft to target ids is increasing and within the target's vocabulary."""
-    if bool((draft_ids.diff() <= 0).any()) or int(draft_ids[0]) < 0 or int(draft_ids[-1]) >= vocab_size:
-        raise ValueError(
-            f"the head's draft vocabulary maps {len(draft_ids)} ids to {int(draft_ids.min())}..{int(draft_ids.max())}; they "
-            f"must be increasing and below the target's {vocab_size}: the file is damaged, or belongs to another target."
-        )
 
 
 class EagleGen(SpecGenerator):
