@@ -195,7 +195,7 @@ def test_a_head_learns_a_text_by_heart_and_drafts_it(kind):
     with torch.no_grad():
         hidden = hidden_of(model, head, text)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
-    for _ in range(150):
+    for _ in range(300):
         optimizer.zero_grad()
         head.loss(text, hidden, mask)[0].backward()
         optimizer.step()

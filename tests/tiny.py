@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import shutil
+import tempfile
 from functools import lru_cache
+from itertools import product
 
 import torch
 from transformers import (
@@ -20,6 +24,7 @@ from transformers import (
 )
 
 from hf_specdec import METHODS, DraftTree, SpecGenerator
+from hf_specdec.datastore import Datastore
 
 SHAPE = dict(
     vocab_size=97,
@@ -150,12 +155,43 @@ ORACLES = {
     "oracle-tree": dict(k=4, decoys=2),
     "oracle-tree-some": dict(k=4, wrong_at=2, decoys=2),
 }
+
+
+@lru_cache(maxsize=8)
+def stored_texts(target: PreTrainedModel) -> Datastore:
+    """A datastore of a few texts of the target's own, which it will partly write again."""
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    prompts = [prompt(9, seed=i, vocab_size=vocab_size) for i in range(3)]
+    texts = [generate(target, ids, max_new_tokens=30, stop_strings=None)[0].tolist() for ids in prompts]
+    folder = tempfile.mkdtemp(prefix="hf_specdec-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Datastore.build(texts, folder, vocab_size=vocab_size, tokenizer_hash="tiny")
+
+
 MAKERS = {
     "sps": lambda target: METHODS["sps"](noisy(target)),
+    "rest": lambda target: METHODS["rest"](stored_texts(target)),
+    "eagle": lambda target: METHODS["eagle"](METHODS["eagle"].head_class.for_target(target), min_probability=0),
+    "medusa": lambda target: METHODS["medusa"](METHODS["medusa"].head_class.for_target(target), min_probability=0),
+    "kangaroo": lambda target: METHODS["kangaroo"](
+        METHODS["kangaroo"].head_class.for_target(target, exit_layer=1), threshold=0, width=2, min_probability=0
+    ),
 }
-"""How to make a method that needs a drafter, for a tiny target; the others are made without arguments."""
+"""How to make a method that needs a drafter of its own kind; heads are random, the others made without arguments."""
 GENERATORS = [*METHODS, *ORACLES]
-"""Every name `make` knows: a law that holds for all of them is tested over this list."""
+"""Every name `make` knows: a law about what is verified is tested over this list."""
+SHORT = [*METHODS, "oracle-some", "oracle-tree"]
+"""Every method, one oracle chain and one oracle tree: for laws with many cases of their own."""
+
+
+def dealt(*axes, each: int = 3) -> list[tuple]:
+    """All combinations of the axes, each with both oracles of `SHORT`; every method gets `each` of them, in turn."""
+    cases = list(product(*axes))
+    pairs = [(*case, name) for case in cases for name in SHORT[len(METHODS) :]]
+    for number, name in enumerate(METHODS):
+        turns = {(number * each + i) % len(cases) for i in range(each)}
+        pairs += [(*cases[turn], name) for turn in sorted(turns)]
+    return pairs
 
 
 def make(name: str, target: PreTrainedModel, text=None) -> SpecGenerator:
@@ -163,7 +199,12 @@ def make(name: str, target: PreTrainedModel, text=None) -> SpecGenerator:
     if name in ORACLES:
         vocab_size = target.config.get_text_config(decoder=True).vocab_size
         return Oracle(text[0].tolist(), **ORACLES[name], vocab_size=vocab_size)
-    if METHODS[name].drafter_argument is None:
-        return METHODS[name]()
-    assert name in MAKERS, f"tests/tiny.py: add a maker for the method {name!r}, whose drafter must be made first"
-    return MAKERS[name](target)
+    if name in MAKERS:
+        torch.manual_seed(0)
+        return MAKERS[name](target)
+    if getattr(METHODS[name], "head_class", None) is not None:
+        torch.manual_seed(0)
+        return METHODS[name](METHODS[name].head_class.for_target(target))
+    needs = METHODS[name].drafter_argument and not METHODS[name].drafter_optional
+    assert not needs, f"tests/tiny.py: add a maker for the method {name!r}, whose drafter must be made first"
+    return METHODS[name]()

@@ -54,12 +54,13 @@ class HybridGen(SpecGenerator):
         self.min_probability = min_probability
         self.enough = enough
         self.prompt_logits = max(part.prompt_logits for part in self.parts)
-        self.hidden_layers = tuple(sorted({layer for part in self.parts for layer in part.hidden_layers}))
         self.lossless = all(part.lossless for part in self.parts)
+        self.lossy_choice = next((part.lossy_choice for part in self.parts if not part.lossless), None)
 
     def bind(self, model: PreTrainedModel) -> None:
         for part in self.parts:
             part.bind(model)
+        self.hidden_layers = tuple(sorted({layer for part in self.parts for layer in part.hidden_layers}))
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
         for part in self.parts:

@@ -103,12 +103,16 @@ class LayerSkipGen(SpSGen):
 
         study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
         study.enqueue_trial({f"skip_{i}": i % 2 == 1 for i in range(1, num_layers - 1)})
-        study.optimize(promised, n_trials=trials, callbacks=[lambda study, trial: on_trial(trial.number, study.best_value)])
+        study.optimize(
+            promised, n_trials=trials, callbacks=[lambda study, trial: on_trial(trial.number, study.best_value)]
+        )
         skip = sorted(int(name.removeprefix("skip_")) for name, skipped in study.best_params.items() if skipped)
         path = skip_file(model)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"model": model.config.name_or_path, "skip": skip, "promised": study.best_value}))
+        partial.write_text(
+            json.dumps({"model": model.config.name_or_path, "skip": skip, "promised": study.best_value})
+        )
         partial.rename(path)
         return skip, study.best_value
 
