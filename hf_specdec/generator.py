@@ -82,7 +82,7 @@ class SpecGenerator(CandidateGenerator):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if cls.name:
+        if cls.__dict__.get("name"):  # a subclass of a method is no method unless it is named
             METHODS[cls.name] = cls
 
     def __init__(self):
