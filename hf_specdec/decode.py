@@ -88,12 +88,12 @@ def picker(
 ) -> Callable[[int], int]:
     """How the target chooses its token after a node, given its logits `(n, v)` at all nodes.
 
-    Greedy choices that do not read the text are made for all nodes at once, with one read from the device. All others are
-    made one by one as the walk gets there: processors then see each prefix of the text once and in order, as they would in
-    plain decoding, and sampling draws as often.
+    On an accelerator, greedy choices that do not read the text are made for all nodes at once, with one read from the
+    device. All others are made one by one as the walk gets there: processors then see each prefix of the text once and in
+    order, as they would in plain decoding, and sampling draws as often.
     """
-    position_free_only = len(position_free(processors)) == len(processors)
-    if not do_sample and not record.per_token and position_free_only and lossy_choice is None:
+    at_once = logits.device.type != "cpu" and len(position_free(processors)) == len(processors)
+    if at_once and not do_sample and not record.per_token and lossy_choice is None:
         scores = logits.float()
         choices = (processors(text.ids, scores) if processors else scores).argmax(dim=-1)  # [n]
         return tree.read_with(choices).__getitem__
