@@ -321,7 +321,9 @@ def make_all(specs: list[str] | None) -> dict[str, SpecGenerator]:
     return {spec: make(spec) for spec in specs}
 
 
-def keep_fitting(generators: dict[str, SpecGenerator], target: PreTrainedModel, *, asked_for: list[str] | None) -> None:
+def keep_fitting(
+    generators: dict[str, SpecGenerator], target: PreTrainedModel, *, asked_for: list[str] | None
+) -> None:
     """Drops those of the default methods that cannot draft for this target; of those asked for, none may be left out."""
     for name, generator in list(generators.items()):
         try:
