@@ -52,7 +52,7 @@ def transitions(model, options: dict) -> torch.Tensor:
     return warpers(None, scores).softmax(-1)
 
 
-def count(model, generator, options: dict, *, num_runs: int = 6, length: int = 500) -> torch.Tensor:
+def count(model, generator, options: dict, *, num_runs: int = 4, length: int = 500) -> torch.Tensor:
     """How often each token followed each, by its place in the step: `(places, v, v)`."""
     counts = torch.zeros(12, VOCAB, VOCAB)
     for run in range(num_runs):
@@ -167,7 +167,7 @@ def test_choose_rejecting_has_the_targets_law(pair, num_siblings):
     p, q = map(torch.tensor, LAW_PAIRS[pair])
     num_siblings = min(num_siblings, int((q > 0).sum()))
     counts = torch.zeros(5)
-    num_draws = 4000
+    num_draws = 2500
     drafts = [[]] * num_draws
     if num_siblings:
         drafts = torch.multinomial(q.expand(num_draws, -1), num_siblings).tolist()
