@@ -127,7 +127,9 @@ class Text:
     ):
         self.buffer = prompt
         self.length = prompt.shape[1]
-        self.max_length = max_length
+        # a caller's own criterion of length has replaced that of `generate`, and may be longer
+        lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+        self.max_length = min(lengths, default=max_length)
         self.streamer = streamer
         self.eos_ids: set[int] = set()
         self.criteria = StoppingCriteriaList()
@@ -145,7 +147,7 @@ class Text:
     def commit(self, token: int, scores: tuple[torch.Tensor, ...] | None) -> bool:
         """Appends a token and says whether the text ends with it."""
         if self.length == self.buffer.shape[1]:
-            room = min(self.max_length - self.length, max(self.length, 256))
+            room = max(1, min(self.max_length - self.length, max(self.length, 256)))
             self.buffer = torch.cat([self.buffer, self.buffer.new_zeros(1, room)], dim=-1)
         self.buffer[0, self.length] = token
         self.length += 1

@@ -9,7 +9,13 @@ import pytest
 import torch
 from tiny import SHORT, Oracle, dealt, generate, make, prompt, shared, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from hf_specdec import PLDGen
 from hf_specdec.target import Target
@@ -140,6 +146,14 @@ def test_custom_criteria_see_every_emitted_token_once_and_in_order(place, do_sam
     assert made.shape[1] == 9 + min(place, 24)
     assert second.seen == first.seen
     assert len(criteria) == 1  # the list of the user stays his own
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("max_length", [5, 13, 60])
+def test_a_length_criterion_of_the_callers_takes_the_place_of_max_new_tokens(max_length, name):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
+    made = same_as_plain(shared(), prompt(9), name, stopping_criteria=criteria)
+    assert made.shape[1] == max(max_length, 10)  # one token comes before the first look
 
 
 @pytest.mark.parametrize("name", SHORT)
