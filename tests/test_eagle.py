@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from hf_specdec import HybridGen, SAMGen
 from hf_specdec.checkpoints import export_eagle, load_eagle
 from hf_specdec.methods.eagle import EagleGen, EagleHead, Rows
 from safetensors.torch import load_file, save_file
@@ -360,3 +361,24 @@ def test_shallow_targets_have_features_too(layers, fused):
     text = generate(model, prompt(9))
     assert torch.equal(generate(model, prompt(9), EagleGen(head, min_probability=0)), text)
     assert F.linear(torch.zeros(1, 32), head.target_rows().float()).shape == (1, 97)
+
+
+def test_in_a_hybrid_it_catches_up_with_the_steps_it_was_not_asked_in(monkeypatch):
+    model = shared(scale=4)
+    eagle, asked = EagleGen(head_for(model), min_probability=0), []
+    draft = eagle.draft
+
+    def counted(input_ids, *, max_depth):
+        tree = draft(input_ids, max_depth=max_depth)
+        assert eagle.num_text_rows == input_ids.shape[1] - 1
+        asked.append(len(input_ids))
+        return tree
+
+    monkeypatch.setattr(eagle, "draft", counted)
+    hybrid = HybridGen([SAMGen(), eagle], enough=0.3, min_probability=0)
+    text = generate(model, prompt(9), max_new_tokens=90)
+    assert torch.equal(generate(model, prompt(9), hybrid, max_new_tokens=90), text)
+    assert 0 < len(asked) < hybrid.stats.steps
+    # in transformers' own loop, which shows no features, it drafts nothing, and the others go on
+    monkeypatch.setattr(model, "_get_candidate_generator", lambda **call: hybrid, raising=False)
+    assert torch.equal(generate(model, prompt(9), max_new_tokens=90, prompt_lookup_num_tokens=3), text)

@@ -23,9 +23,21 @@ from tiny import (
     tiny,
 )
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
-from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from hf_specdec import METHODS, DraftTree, PLDGen, SpecGenerator
+from hf_specdec.verify import POSITION_FREE
 
 EAGER = [(family, "eager", 9) for family in CONFIGS]
 OTHERS = [(family, "sdpa", 9) for family in CONFIGS if "sdpa" in ATTENTION[family]]
@@ -162,40 +174,48 @@ def allowed(batch: int, ids: torch.Tensor) -> list[int]:
 PROCESSORS = {
     "repetition_penalty": dict(repetition_penalty=1.7),
     "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),
-    "min_new_tokens": dict(min_new_tokens=15, eos_token_id=[19, 57, 61]),
-    "min_length": dict(min_length=20, eos_token_id=[19, 57, 61]),
-    "bad_words_ids": dict(bad_words_ids=[[19], [57, 57], [61]]),
-    "suppress_tokens": dict(suppress_tokens=[19, 57]),
-    "begin_suppress_tokens": dict(begin_suppress_tokens=[19, 57]),
-    "forced_bos_token_id": dict(forced_bos_token_id=5),
-    "forced_eos_token_id": dict(forced_eos_token_id=5, max_length=40),
+    "min_new_tokens": dict(min_new_tokens=15, eos_token_id=[95, 40, 31]),
+    "min_length": dict(min_length=20, eos_token_id=[95, 40, 31]),
+    "bad_words_ids": dict(bad_words_ids=[[19], [95, 78], [40]]),
+    "suppress_tokens": dict(suppress_tokens=[19, 40]),
+    "begin_suppress_tokens": dict(begin_suppress_tokens=[15, 38]),
+    "forced_eos_token_id": dict(forced_eos_token_id=5, max_length=40, max_new_tokens=None),
     "exponential_decay": dict(exponential_decay_length_penalty=(5, 1.3), eos_token_id=7),
     "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=allowed),
-    "sequence_bias": dict(sequence_bias=[[[57, 57], -9.0], [[14], 5.0]]),
+    "sequence_bias": dict(sequence_bias=[[[95, 78], -9.0], [[14], 5.0]]),
     "guidance_scale": dict(guidance_scale=1.6),
     "encoder_repetition_penalty": dict(encoder_repetition_penalty=1.5),
-    "encoder_no_repeat_ngram_size": dict(encoder_no_repeat_ngram_size=2),
+    "encoder_no_repeat_ngram_size": dict(encoder_no_repeat_ngram_size=1),
     "watermark": dict(watermarking_config=WatermarkingConfig(bias=3.0)),
     "renormalize_logits": dict(renormalize_logits=True),
     "remove_invalid_values": dict(remove_invalid_values=True),
 }
 
 
+FORBIDDEN = prompt(9)
+FORBIDDEN[0, ::2], FORBIDDEN[0, 3] = 19, 95  # the prompt is full of what some of them forbid
+
+
+@pytest.mark.parametrize("processor", [name for name in PROCESSORS if not name.startswith("re") or "rep" in name])
+def test_each_of_these_processors_changes_the_text(processor):
+    """Else the law that follows would not see it."""
+    options = dict(max_new_tokens=30) | PROCESSORS[processor]
+    lengths = {key: value for key, value in options.items() if key in ("max_new_tokens", "max_length", "eos_token_id")}
+    changed, unchanged = generate(shared(), FORBIDDEN, **options), generate(shared(), FORBIDDEN, **lengths)
+    assert changed.shape != unchanged.shape or not torch.equal(changed, unchanged)
+
+
 @pytest.mark.parametrize(("processor", "do_sample", "name"), dealt(PROCESSORS, [False, True], each=4))
 def test_every_standard_processor_acts_as_in_plain_decoding(processor, do_sample, name):
-    model, ids = shared(), prompt(9)
-    ids[0, ::2] = 19  # the prompt is full of what some of them forbid
+    model, ids = shared(), FORBIDDEN
     options = dict(do_sample=do_sample, max_new_tokens=30) | PROCESSORS[processor]
-    if "max_length" in options:
-        del options["max_new_tokens"]
-        options["max_new_tokens"] = None
     expected = generate(model, ids, **options)
     assert torch.equal(generate(model, ids, make(name, model, expected), **options), expected)
 
 
 @pytest.mark.parametrize("processor", ["bad_words_ids", "suppress_tokens"])
 def test_forbidden_tokens_stay_absent_though_the_prompt_is_full_of_them(processor):
-    ids = torch.tensor([[19, 57, 57, 19, 57, 57, 19]])
+    ids = torch.tensor([[19, 40, 40, 19, 40, 40, 19]])
     text = generate(shared(), ids, PLDGen(), max_new_tokens=30, **PROCESSORS[processor])
     assert 19 not in text[0, 7:].tolist()
 
@@ -224,6 +244,30 @@ def test_stateful_processors_see_the_calls_of_plain_decoding(do_sample, name):
     text = generate(model, prompt(9), generator, logits_processor=LogitsProcessorList([second]), **options)
     assert torch.equal(text, expected)
     assert second.calls == first.calls
+
+
+WARPERS = [
+    EpsilonLogitsWarper(0.02),
+    EtaLogitsWarper(0.02),
+    InfNanRemoveLogitsProcessor(),
+    LogitNormalization(),
+    MinPLogitsWarper(0.1),
+    SuppressTokensLogitsProcessor([3, 5]),
+    TemperatureLogitsWarper(0.7),
+    TopKLogitsWarper(4),
+    TopPLogitsWarper(0.8),
+    TypicalLogitsWarper(0.8),
+]
+
+
+def test_position_free_processors_serve_all_nodes_at_once():
+    """As on an accelerator: each row comes out as it would alone, whatever the text."""
+    assert {type(warper) for warper in WARPERS} == POSITION_FREE
+    scores = torch.randn(6, 97, generator=torch.Generator().manual_seed(0)) * 3
+    for warper in WARPERS:
+        together = warper(prompt(9), scores.clone())
+        for i, row in enumerate(scores):
+            assert torch.equal(together[i], warper(prompt(5, seed=i), row[None].clone())[0]), warper
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -188,12 +188,14 @@ class EagleHead(Drafter):
 
     @torch.no_grad()
     def begin_like(self, model: PreTrainedModel) -> None:
-        """Starts as near to the target as it can: its last layer's weights where shapes agree, features passed through."""
+        """Starts by passing the feature through: the target's last layer where shapes agree, its two outputs at zero."""
         own = dict(self.layer.named_parameters())
         for name, parameter in model.get_decoder().layers[-1].named_parameters():
             twin = own.get(".".join(name.split(".")[-2:]))
             if twin is not None and twin.shape == parameter.shape:
                 twin.copy_(parameter)
+        self.layer.o_proj.weight.zero_()
+        self.layer.down_proj.weight.zero_()
         if not self.config.fused and self.config.hidden_size == self.config.target_hidden_size:
             self.fc.weight[:, self.config.hidden_size :].copy_(torch.eye(self.config.hidden_size))
 
@@ -207,7 +209,7 @@ class EagleHead(Drafter):
                 f"this head reads {self.config.num_features} of the target's hidden states, {self.feature_layers}, but "
                 f"{model.config.name_or_path or type(model).__name__} has {layers} layers: take the head's own target."
             )
-        weight = self.output.weight if self.config.own_lm_head else self.lm_head.weight
+        weight = self.output.weight if self.config.own_lm_head else self.lm_head.weight.detach()
         if self.config.draft_vocab_size is not None:
             check_ids(self.draft_ids, self.config.target_vocab_size)
             weight = weight if self.config.own_lm_head else weight[self.draft_ids.to(weight.device)]
@@ -231,7 +233,7 @@ class EagleHead(Drafter):
         return self.embed_tokens(tokens) if self.config.own_embeddings else self.embeddings(tokens)
 
     def forward(
-        self, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, rows: Rows, mask: torch.Tensor
+        self, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, rows: Rows, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block through the layer, its keys and values appended to `rows`.
 
@@ -239,16 +241,19 @@ class EagleHead(Drafter):
             tokens (`torch.Tensor` of shape `(n,)`): the token after each state.
             state (`torch.Tensor` of shape `(n, h)`): of the token before each.
             positions (`torch.Tensor` of shape `(n,)`).
-            mask (`torch.Tensor` of shape `(n, rows)`): additive.
+            mask (`torch.Tensor` of shape `(n, rows)`, *optional*):
+                Additive. None for the text's tokens: only what is behind the last one is computed, which sees all rows.
 
         Returns:
-            The states `(n, h)` to feed back, and the draft logits `(n, w)`.
+            The states `(n, h)` to feed back, and the draft logits `(n, w)`; n is 1 without a mask.
         """
         embedded, state = self.embed(tokens)[None], state[None]
         if not self.config.fused:
             state = self.fc(torch.cat([embedded, state], dim=-1))
         queries, keys, values, residual = self.layer.project(embedded, state, positions[None])
         keys, values = rows.append(keys, values)
+        if mask is None:
+            queries, residual = queries[:, :, -1:], residual[:, -1:]
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         output = self.layer.finish(attended, residual)[0]
         return self.fed_back(output), self.logits(output)
@@ -404,21 +409,23 @@ class EagleGen(SpecGenerator):
         else:
             path = torch.tensor(step.path, device=self.head.device)
             features = [layer[path] for layer in features]
-        self.new = (after, self.head.states([layer[None] for layer in features])[0])
+        new = (after, self.head.states([layer[None] for layer in features])[0])
+        # a hybrid may not have asked since the last step: then its tokens wait as well
+        self.new = new if self.new is None else tuple(map(torch.cat, zip(self.new, new, strict=True)))
 
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         root = input_ids[0, -1:].to(self.head.device)
         if self.new is None:  # transformers' own loop shows no features
-            return DraftTree(root, root.new_tensor([-1]))
+            tree = DraftTree(root, root.new_tensor([-1]))
+            tree.probabilities = [1.0]
+            return tree
         tokens, state = self.new
         n, start = len(tokens), self.num_text_rows
         self.rows.length = start  # the last draft's rows go, and the text's new rows come with their true features
         positions = torch.arange(start, start + n, device=root.device)
-        mask = state.new_zeros(n, start + n)
-        mask[:, start:].masked_fill_(torch.ones(n, n, dtype=torch.bool, device=root.device).triu(1), -torch.inf)
-        state, logits = self.head(tokens, state, positions, self.rows, mask)
-        self.num_text_rows = start + n
-        return self.grow(root, state[-1:], logits[-1:], depth=min(self.depth, max_depth))
+        state, logits = self.head(tokens, state, positions, self.rows, None)
+        self.num_text_rows, self.new = start + n, None
+        return self.grow(root, state, logits, depth=min(self.depth, max_depth))
 
     def grow(self, root: torch.Tensor, state: torch.Tensor, logits: torch.Tensor, *, depth: int) -> DraftTree:
         """The tree under `root`, from the state `(1, h)` and the logits `(1, w)` behind it; built on the device."""

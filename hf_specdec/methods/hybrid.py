@@ -76,7 +76,7 @@ class HybridGen(SpecGenerator):
         trees: list[DraftTree] = []
         for part in self.parts:
             trees.append(part.draft(input_ids, max_depth=max_depth))
-            if float(sum(trees[-1].probabilities[1:])) >= self.enough:
+            if float(torch.as_tensor(trees[-1].probabilities[1:]).sum()) >= self.enough:
                 break
         return DraftTree.merged(
             trees, max_nodes=self.max_nodes, min_probability=self.min_probability, device=input_ids.device

@@ -74,10 +74,9 @@ class RecyclingGen(SpecGenerator):
 
     def note(self, tokens: list[int], logits: torch.Tensor) -> None:
         """Writes the successors of tokens, given the logits `(n, v)` behind them; later ones replace earlier ones."""
-        logits = logits.float()
-        weights = (logits - logits.logsumexp(dim=-1, keepdim=True)).mul_(FLATTEN)  # [n, v]
-        weights, ids = weights.topk(min(self.top_k, weights.shape[-1]), dim=-1)  # [n, k]
-        shares = TRUST * weights.softmax(dim=-1)
+        # shares among the k alone, in which the rest of the distribution cancels
+        best, ids = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)  # [n, k]
+        shares = TRUST * (FLATTEN * best.float()).softmax(dim=-1)
         for token, row, share in zip(tokens, ids.tolist(), shares.tolist(), strict=True):
             self.successors[token] = (row, share)
 

@@ -16,6 +16,7 @@ from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.models import stored_tokenizer
 from hf_specdec.tree import DraftTree
 
+NOTHING = DraftTree.chain([0], device="cpu")  # no draft to count
 PROBE_EVERY = 16  # steps between one-token drafts while drafting does not pay
 
 
@@ -67,9 +68,9 @@ class SpSGen(SpecGenerator):
 
     def bind(self, model: PreTrainedModel) -> None:
         if isinstance(self.drafter, str):
-            self.drafter = (
-                AutoModelForCausalLM.from_pretrained(self.drafter, dtype=model.dtype).to(model.device).eval()
-            )
+            # code from a repository is never run, nor asked for
+            drafter = AutoModelForCausalLM.from_pretrained(self.drafter, dtype=model.dtype, trust_remote_code=False)
+            self.drafter = drafter.to(model.device).eval()
         if self.checked is not model:
             check_vocabulary(model, self.drafter)
         self.checked = model
@@ -85,7 +86,7 @@ class SpSGen(SpecGenerator):
         self.cache = open_cache(self.drafter, stock, capacity=input_ids.shape[1] + 1024)
         self.cache.keep(0, [])
         self.idle_steps, self.first = 0, None
-        self.chain = DraftTree.chain([0], device="cpu")  # nothing drafted yet
+        self.chain = NOTHING
 
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         num_tokens = min(self.num_draft_tokens or self.adapted_length(), max_depth)
@@ -117,6 +118,7 @@ class SpSGen(SpecGenerator):
             # rows read beyond the text: drafted tokens but the last; those accepted stay
             read = self.cache.length - (drafted - 1)
             self.cache.keep(read, list(range(min(accepted, drafted - 1))))
+            self.chain = NOTHING  # counted; a hybrid may not ask again before the next step
 
     def fit_width(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores over exactly the target's vocabulary: padding of either model is never drafted."""
