@@ -7,7 +7,7 @@ import torch
 from test_cache import assert_same_rows
 from tiny import generate, noisy, prompt, shared, tiny
 
-from hf_specdec import SpSGen
+from hf_specdec import HybridGen, SAMGen, SpSGen
 from hf_specdec.methods.sps import Acceptance
 
 
@@ -180,3 +180,19 @@ def test_the_same_seed_gives_the_same_text(draft_sampling):
     runs = [generate(model, prompt(9), generator, do_sample=True, max_new_tokens=60) for _ in range(3)]
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[1], runs[2])
     assert generator.seed_exact is not draft_sampling
+
+
+def test_in_a_hybrid_its_cache_stays_through_the_steps_it_is_not_asked_in():
+    model = shared(scale=4)
+    part = SpSGen(noisy(model), num_draft_tokens=8)
+    hybrid = HybridGen([SAMGen(), part], enough=0.3)
+    observe, lengths = part.observe, []
+
+    def watched(step):
+        observe(step)
+        lengths.append(part.cache.length)
+
+    part.observe = watched
+    text = generate(model, prompt(9), max_new_tokens=90)
+    assert torch.equal(generate(model, prompt(9), hybrid, max_new_tokens=90), text)
+    assert lengths == sorted(lengths) and len(set(lengths)) < len(lengths)  # nothing of the text is forgotten
