@@ -390,3 +390,12 @@ def test_in_a_hybrid_it_catches_up_with_the_steps_it_was_not_asked_in(monkeypatc
     # in transformers' own loop, which shows no features, it drafts nothing, and the others go on
     monkeypatch.setattr(model, "_get_candidate_generator", lambda **call: hybrid, raising=False)
     assert torch.equal(generate(model, prompt(9), max_new_tokens=90, prompt_lookup_num_tokens=3), text)
+
+
+def test_it_follows_a_model_that_was_cast_since_the_last_call():
+    model = tiny()
+    generator = EagleGen(head_for(model, "eagle-reduced"), min_probability=0)
+    generate(model, prompt(9), generator)
+    model.float()
+    assert torch.equal(generate(model, prompt(9), generator), generate(model, prompt(9)))
+    assert generator.head.dtype == torch.float32

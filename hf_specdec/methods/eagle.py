@@ -379,13 +379,17 @@ class EagleGen(SpecGenerator):
         self.max_nodes = max_nodes
         self.least_score = math.log(min_probability) if min_probability > 0 else -math.inf
         self.chain_only = top_k == 1
+        self.bound: tuple | None = None  # to which model, and where that was
 
     def bind(self, model: PreTrainedModel) -> None:
         if isinstance(self.head, str):
             self.head = load_eagle(self.head, EagleHead)
+        if self.bound == (place := (model, model.device, model.dtype)):
+            return  # attaching gathers the draft vocabulary's rows
         self.head.to(device=model.device, dtype=model.dtype).eval()
         self.head.attach(model)
         self.hidden_layers = tuple(self.head.feature_layers)
+        self.bound = place
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
         self.rows = Rows()

@@ -255,14 +255,14 @@ class KangarooGen(SpecGenerator):
         )
         self.chain_only = width == 1
         self.max_nodes = 1 + width * max_draft_tokens
-        self.bound: PreTrainedModel | None = None
+        self.bound: tuple | None = None  # to which model, and where that was
 
     def bind(self, model: PreTrainedModel) -> None:
         if isinstance(self.head, str):
             self.head = load_published(self.head, KangarooHead, model).to(model.dtype)
-        if self.bound is not model:
+        if self.bound != (place := (model, model.device, model.dtype)):
             self.head.to(model.device).eval().attach(model)
-            self.bound = model
+            self.bound = place
         self.hidden_layers = (self.head.config.exit_layer,)
 
     def share(self, target: Target) -> None:

@@ -288,7 +288,7 @@ class MedusaGen(SpecGenerator):
         self.min_probability = min_probability
         self.max_depth = max_depth
         self.tree = tree
-        self.bound: PreTrainedModel | None = None
+        self.bound: tuple | None = None  # to which model, and where that was
         self.chain_only = self.top_k == 1
         if lossy_typical:
             self.lossless = False
@@ -299,7 +299,7 @@ class MedusaGen(SpecGenerator):
     def bind(self, model: PreTrainedModel) -> None:
         if isinstance(self.head, str):
             self.head = load_published(self.head, MedusaHead, model).to(model.dtype)
-        if self.bound is model:
+        if self.bound == (place := (model, model.device, model.dtype)):
             return
         self.head.to(model.device).eval().attach(model)
         config = self.head.config
@@ -308,7 +308,7 @@ class MedusaGen(SpecGenerator):
         width = min(self.top_k, config.draft_vocab_size or config.target_vocab_size)
         paths = combinations(depth, width=width, max_nodes=self.max_nodes) if self.tree is None else self.tree
         self.candidates = Candidates(paths, depth=depth, width=width, device=model.device)
-        self.bound = model
+        self.bound = place
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
         self.state: torch.Tensor | None = None  # [h], the target's, of the token before the root
