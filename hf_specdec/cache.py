@@ -181,7 +181,10 @@ class ChainCache:
         """Drops the rows behind the accepted ones; `path` must be the first rows of the block."""
         assert list(path) == list(range(len(path))), path
         if self.recording:
-            self.cache.crop(start + len(path) - self.length)
+            rejected = self.length - (start + len(path))
+            for layer in self.cache.layers:
+                if layer.is_initialized:  # a layer that is skipped has no rows
+                    layer.crop(-rejected)
         else:  # begins after the prefill, which would otherwise keep rows long out of the window
             self.cache.activate_past_recording()
             self.recording = True

@@ -52,7 +52,8 @@ def speculate(
 
     For `model.generate(..., custom_generate=speculate, candidate_generator=G)`, which needs no hook. transformers keeps
     `streamer=` and `tokenizer=` (stop strings) from custom callables: bind a streamer by
-    `functools.partial(speculate, streamer=...)`, and pass stop strings as a `StopStringCriteria`. After `import hf_specdec`,
+    `functools.partial(speculate, streamer=...)` and pass it to `generate` as well, which shows it the prompt; pass stop
+    strings as a `StopStringCriteria`. After `import hf_specdec`,
     `model.generate(..., candidate_generator=G)` takes care of both.
 
     Raises:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hf_specdec import LayerSkipGen
-from hf_specdec.methods.layerskip import found_skip
+from hf_specdec.methods.layerskip import Skipped, found_skip, skippable
 from tiny import generate, prompt, shared, tiny
 
 
@@ -29,7 +29,7 @@ def test_the_draft_is_the_model_without_the_layers():
 
 @pytest.mark.parametrize("skip", [[0], [2], [7]])
 def test_only_inner_layers_can_be_skipped(skip):
-    with pytest.raises(ValueError, match="3 layers"):
+    with pytest.raises(ValueError, match="can be skipped"):
         generate(shared(), prompt(9), LayerSkipGen(skip=skip))
 
 
@@ -42,5 +42,19 @@ def test_the_search_keeps_what_it_found_for_the_model(tmp_path, monkeypatch):
     assert found_skip(model) == skip
     generator = LayerSkipGen(num_draft_tokens=2)
     generator.bind(model)
-    assert len(generator.drafter.model.layers) == 4 - len(skip)
+    assert [isinstance(layer, Skipped) for layer in generator.drafter.model.layers] == [i in skip for i in range(4)]
     assert found_skip(tiny("llama", num_hidden_layers=5)) is None
+
+
+def test_the_first_layer_of_each_attention_type_always_runs():
+    assert skippable(tiny("llama", num_hidden_layers=5)) == [1, 2, 3]
+    assert skippable(tiny("gemma2", num_hidden_layers=6, attention="eager")) == [2, 3, 4]  # sliding and full in turn
+
+
+@pytest.mark.parametrize("family", ["sliding", "gemma2"])
+def test_targets_with_sliding_windows_skip_layers_too(family):
+    model = tiny(family, num_hidden_layers=6, attention="eager")
+    generator = LayerSkipGen(num_draft_tokens=3)
+    text = generate(model, prompt(9), max_new_tokens=40)
+    assert torch.equal(generate(model, prompt(9), generator, max_new_tokens=40), text)
+    assert generator.stats.drafted > 0

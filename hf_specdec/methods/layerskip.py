@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import constants
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specdec.drafter import digest
@@ -25,7 +26,7 @@ class LayerSkipGen(SpSGen):
 
     Args:
         skip (`Sequence[int]`, *optional*):
-            Layers to leave out; the first and the last always run. None takes the set that `search` found for this model
+            Layers to leave out; the first of each attention type and the last always run. None takes the set that `search` found for this model
             on this machine, and where there is none every second layer.
         num_draft_tokens, max_draft_tokens, draft_sampling: as in [`SpSGen`].
 
@@ -51,17 +52,16 @@ class LayerSkipGen(SpSGen):
 
     def bind(self, model: PreTrainedModel) -> None:
         if self.checked is not model:
-            num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-            choices = (self.skip, found_skip(model), list(range(1, num_layers - 1, 2)))
+            inner = skippable(model)
+            choices = (self.skip, found_skip(model), inner[::2])
             skip = next(choice for choice in choices if choice is not None)
-            inner = range(1, num_layers - 1)
             if not set(skip) <= set(inner):
                 raise ValueError(
-                    f"LayerSkipGen(skip={skip}): {model.config.name_or_path or type(model).__name__} has {num_layers} layers, "
-                    f"of which {inner.start} to {inner.stop - 1} can be skipped."
+                    f"LayerSkipGen(skip={skip}): of the layers of {model.config.name_or_path or type(model).__name__}, only "
+                    f"{inner} can be skipped."
                 )
             self.drafter = with_layers(
-                model, 1, lambda layers: [layer for i, layer in enumerate(layers) if i not in skip]
+                model, 1, lambda layers: [Skipped() if i in skip else layer for i, layer in enumerate(layers)]
             )
         super().bind(model)
 
@@ -88,10 +88,10 @@ class LayerSkipGen(SpSGen):
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        num_layers, inner = model.config.get_text_config(decoder=True).num_hidden_layers, skippable(model)
 
         def promised(trial: optuna.Trial) -> float:
-            skip = [i for i in range(1, num_layers - 1) if trial.suggest_categorical(f"skip_{i}", [False, True])]
+            skip = [i for i in inner if trial.suggest_categorical(f"skip_{i}", [False, True])]
             generator = cls(skip=skip, num_draft_tokens=num_draft_tokens)
             emitted = steps = drafted = 0
             for ids in prompts:
@@ -102,7 +102,7 @@ class LayerSkipGen(SpSGen):
             return emitted / max(1.0, steps + drafted * (num_layers - len(skip)) / num_layers)
 
         study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
-        study.enqueue_trial({f"skip_{i}": i % 2 == 1 for i in range(1, num_layers - 1)})
+        study.enqueue_trial({f"skip_{i}": i in inner[::2] for i in inner})
         study.optimize(
             promised, n_trials=trials, callbacks=[lambda study, trial: on_trial(trial.number, study.best_value)]
         )
@@ -115,6 +115,20 @@ class LayerSkipGen(SpSGen):
         )
         partial.rename(path)
         return skip, study.best_value
+
+
+class Skipped(nn.Module):
+    """Stands where a layer was, and passes its input on."""
+
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return hidden_states
+
+
+def skippable(model: PreTrainedModel) -> list[int]:
+    """Layers that a draft can do without: all but the last, and the first of each attention type, which masks are sized by."""
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [i for i in range(1, config.num_hidden_layers - 1) if types[i] in types[:i]]
 
 
 def skip_file(model: PreTrainedModel) -> Path:
