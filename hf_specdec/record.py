@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import ModelOutput
+from transformers.utils.output_capturing import selected_hidden_states
 
 
 class Record:
@@ -29,6 +30,7 @@ class Record:
         self.scores, self.logits, self.hidden_states, self.attentions = (
             () if self.returns_dict and flag else None for flag in wanted.values()
         )
+        self.layers = selected_hidden_states(generation_config.output_hidden_states)  # None is all of them
 
     @property
     def per_token(self) -> bool:
@@ -45,11 +47,12 @@ class Record:
     def step(self, outputs: ModelOutput, path: Sequence[int], *, start: int, is_prefill: bool) -> None:
         """Adds the hidden states and attentions of each accepted node, cut to what it would have seen in plain decoding."""
         if self.hidden_states is not None:
+            shown = self.shown(outputs.hidden_states)
             if is_prefill:
-                self.hidden_states += (outputs.hidden_states,)
+                self.hidden_states += (shown,)
             else:
                 self.hidden_states += tuple(
-                    tuple(layer[:, node : node + 1] for layer in outputs.hidden_states) for node in path
+                    tuple(None if layer is None else layer[:, node : node + 1] for layer in shown) for node in path
                 )
         if self.attentions is not None:
             if is_prefill:
@@ -62,6 +65,13 @@ class Record:
                     )
                     for i in range(len(path))
                 )
+
+    def shown(self, hidden_states: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """The hidden states that were asked for, None in place of those that only the generator wanted."""
+        if self.layers is None:
+            return hidden_states
+        asked = {layer % len(hidden_states) for layer in self.layers}
+        return tuple(layer if i in asked else None for i, layer in enumerate(hidden_states))
 
     def output(self, sequences: torch.Tensor, cache: Cache) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` returns."""

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
+from transformers.utils.output_capturing import selected_hidden_states
 
 from hf_specdec.cache import open_cache
 from hf_specdec.split import Stored, with_layers
@@ -64,8 +65,9 @@ class Target:
         self.step_kwargs = {name: value for name, value in model_kwargs.items() if name not in SEQUENCE_LONG}
         self.shallow: list[torch.Tensor] = []  # hidden states [m, h] of draft nodes that `run_lower` ran
         self.hidden_layers = hidden_layers
-        if hidden_layers and not generation_config.output_hidden_states:
-            wanted = {"output_hidden_states": list(hidden_layers)}
+        asked = generation_config.output_hidden_states  # of the caller: all, some or none
+        if hidden_layers and asked is not True:
+            wanted = {"output_hidden_states": [*(selected_hidden_states(asked) or ()), *hidden_layers]}
             self.step_kwargs |= wanted
             self.prefill_kwargs |= wanted
 

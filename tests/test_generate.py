@@ -272,6 +272,22 @@ def test_only_what_is_asked_for_is_returned(asked):
     assert list(made.keys()) == list(expected.keys())
 
 
+@pytest.mark.parametrize("name", ["pld", "eagle", "medusa", "kangaroo", "oracle-tree"])
+@pytest.mark.parametrize("layers", [[1], [0, -1], 2])
+def test_some_hidden_states_alone(layers, name):
+    """The others are None, also where the generator reads them."""
+    model = shared(scale=4)
+    options = dict(return_dict_in_generate=True, output_hidden_states=layers)
+    expected = generate(model, prompt(9), **options)
+    made = generate(model, prompt(9), make(name, model, expected.sequences), **options)
+    assert torch.equal(made.sequences, expected.sequences) and len(made.hidden_states) == len(expected.hidden_states)
+    for ours, plain in zip(made.hidden_states, expected.hidden_states, strict=True):
+        for state, wanted in zip(ours, plain, strict=True):
+            assert (state is None) == (wanted is None)
+            if state is not None:
+                torch.testing.assert_close(state, wanted)
+
+
 def test_outputs_asked_for_without_a_dict_are_ignored_as_in_plain_decoding():
     model = shared("llama", "eager")
     options = dict(output_scores=True, output_hidden_states=True, output_attentions=True)
