@@ -190,7 +190,8 @@ class EagleHead(Drafter):
     def begin_like(self, model: PreTrainedModel) -> None:
         """Starts by passing the feature through: the target's last layer where shapes agree, its two outputs at zero."""
         own = dict(self.layer.named_parameters())
-        for name, parameter in model.get_decoder().layers[-1].named_parameters():
+        layers = next(module for module in model.get_decoder().children() if isinstance(module, nn.ModuleList))
+        for name, parameter in layers[-1].named_parameters():
             twin = own.get(".".join(name.split(".")[-2:]))
             if twin is not None and twin.shape == parameter.shape:
                 twin.copy_(parameter)
