@@ -33,8 +33,8 @@ def speed_table(rows: list[dict]) -> Table:
     for row in rows:
         same = "yes"
         if row["differences"]:
-            worst = max(row["differences"], key=lambda item: item["margin"])
-            same = f"{row['identical']} of {row['answers']}; {identity(worst)}"
+            margin = max(item["margin"] for item in row["differences"])
+            same = f"{row['identical']} of {row['answers']}, margin ≤ {margin:.3g}"
         steps = [f"{row[key]:.2f}" for key in ("tokens_per_step", "accepted_per_step") if key in row] or [
             "1.00",
             "0.00",
