@@ -135,7 +135,15 @@ def load_embedded(
 
 def _resolve_device(device: str | torch.device | None) -> torch.device:
     """Return the device asked for, else CUDA where there is one, else the CPU."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}: give cpu, cuda, cuda:1, mps, ...") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {str(device)!r} is not here: torch {torch.__version__} finds no GPU; give cpu, or none"
+        )
+    return chosen
 
 
 def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
