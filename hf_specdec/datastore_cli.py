@@ -82,10 +82,12 @@ def print_rows(about: dict) -> None:
 
 def read_texts(data: str, *, split: str, column: str, limit: int | None) -> Iterator[str | list[dict]]:
     """One column of a dataset, streamed."""
-    from datasets import load_dataset  # an extra of this package
-
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
     path = Path(data)
+    if path.suffix in kinds and not path.is_file():  # the Hub would be asked for it, several times
+        raise typer.BadParameter(f"no such file: {path}", param_hint="--data")
+    from datasets import load_dataset  # an extra of this package
+
     if path.is_file() and path.suffix in kinds:
         rows = load_dataset(kinds[path.suffix], data_files=str(path), split="train", streaming=True)
     else:
