@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Annotated
 
@@ -331,7 +333,7 @@ def keep_fitting(
         except ValueError as error:
             if asked_for:
                 raise
-            err.print(f"{name} is left out: {error}", style="yellow", highlight=False)
+            err.print(f"{name} is left out: {error}", style="yellow", highlight=False, markup=False)
             del generators[name]
 
 
@@ -376,9 +378,20 @@ def main() -> None:
     """The console script: bad input ends with its message and exit code 2, not with a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
-        err.print(f"error: {error}", style="red", highlight=False)
+    except (ValueError, OSError, ImportError) as error:
+        hint = extra_hint(error.name) if isinstance(error, ImportError) else ""
+        err.print(f"error: {error}{hint}", style="red", highlight=False, markup=False)
         raise SystemExit(2) from None
+
+
+def extra_hint(package: str | None) -> str:
+    """How to install a missing package, where an extra of ours brings it; else nothing."""
+    for line in requires("hf-specdec") or ():
+        needed, _, condition = line.partition(";")
+        extra = re.search(r"extra == [\"']([\w-]+)", condition)
+        if package and extra and re.match(r"[\w.-]+", needed)[0] == package:
+            return f"; it comes with pip install 'hf-specdec[{extra[1]}]'"
+    return ""
 
 
 if __name__ == "__main__":

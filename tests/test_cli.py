@@ -171,7 +171,10 @@ def test_a_datastore_is_built_added_to_and_searched(folder, tmp_path, prompts):
         (["generate", "hello", "--model", "no/such-model"], "no/such-model"),
         (["generate", "hello", "--dtype", "float12"], "float12"),
         (["compare", "--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["generate", "hello", "--device", "gpu"], "unknown device 'gpu'"),
         (["datastore", "info", "nowhere"], "nowhere"),
+        (["datastore", "info", "no[where]"], "no[where] has"),  # not taken for markup
+        (["datastore", "build", "--data", "nowhere.jsonl", "-o", "store"], "no such file: nowhere.jsonl"),
     ],
 )
 def test_bad_input_ends_with_a_message(words, said, monkeypatch, capsys):
@@ -179,3 +182,11 @@ def test_bad_input_ends_with_a_message(words, said, monkeypatch, capsys):
     assert code == 2
     assert said.replace(" ", "") in shown.replace(" ", "").replace("│", "")
     assert "Traceback" not in shown
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    assert cli.extra_hint("torch") == cli.extra_hint(None) == ""
+    missing = ModuleNotFoundError("No module named 'optuna'", name="optuna")
+    monkeypatch.setattr(cli, "load_model", lambda *_, **__: (_ for _ in ()).throw(missing))
+    code, shown = run_main(monkeypatch, capsys, "skip-layers")
+    assert code == 2 and "hf-specdec[search]" in shown
