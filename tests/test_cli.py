@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from hf_specdec import METHODS, cli
-from hf_specdec.compare import Difference
 from tiny import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
+
+from hf_specdec import METHODS, cli
+from hf_specdec.compare import Difference
 
 
 @pytest.fixture(scope="session")

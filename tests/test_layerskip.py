@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tiny import generate, prompt, shared, tiny
+
 from hf_specdec import LayerSkipGen
 from hf_specdec.methods.layerskip import Skipped, found_skip, skippable
-from tiny import generate, prompt, shared, tiny
 
 
 def test_skipping_nothing_drafts_what_the_target_says():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from hf_specdec import METHODS
 
 ROOT = Path(__file__).parent.parent

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from tiny import Oracle
+
 from hf_specdec import METHODS, HybridGen, PLDGen
 from hf_specdec.compare import encode, first_difference
 from hf_specdec.models import load_embedded
 from hf_specdec.prompts import PROMPTS
-from tiny import Oracle
 
 METHODS_ALONE = [name for name, method in METHODS.items() if method.drafter_optional or not method.drafter_argument]
 LONG = next(prompt.text for prompt in PROMPTS if prompt.kind == "rag")

@@ -4,11 +4,12 @@ import random
 
 import pytest
 import torch
+from tiny import generate, noisy, prompt, shared, stored_texts
+
 from hf_specdec import HybridGen, LookaheadGen, PLDGen, RecyclingGen, RESTGen, SAMGen, SpSGen
 from hf_specdec.generator import Step
 from hf_specdec.methods.sam import SuffixAutomaton
 from hf_specdec.tree import DraftTree
-from tiny import generate, noisy, prompt, shared, stored_texts
 
 
 def longest_repeated_suffix(text):

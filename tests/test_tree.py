@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+
 from hf_specdec import DraftTree
 
 
