@@ -1,4 +1,4 @@
-"""Generate: the way in. The only file that touches transformers' internals."""
+"""Generate: the way in. What `model.generate` is given, checked, and what it gives back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -35,6 +36,9 @@ OTHER_SPECULATION = (
     "use_mtp",
     "speculation_type",
 )
+
+
+HOOKS: dict[Callable, Callable] = {}  # our wrapper of `generate`, while it is on, and what it wraps
 
 
 def speculate(
@@ -80,15 +84,18 @@ def speculate(
         generator.stats.notes.append("drafts are cut to chains: the target's cache or positions cannot hold a tree")
     text = Text(input_ids, criteria=stopping_criteria, max_length=generation_config.max_length, streamer=streamer)
     record = Record(generation_config)
-    with model._optimize_model_for_decode():
-        decode(
-            target,
-            generator,
-            text,
-            processors=logits_processor,
-            do_sample=generation_config.do_sample,
-            record=record,
-        )
+    try:
+        with model._optimize_model_for_decode():
+            decode(
+                target,
+                generator,
+                text,
+                processors=logits_processor,
+                do_sample=generation_config.do_sample,
+                record=record,
+            )
+    finally:
+        generator.end()
     target.close()
     if streamer is not None:
         streamer.end()
@@ -158,7 +165,7 @@ def check_call(
 def install() -> None:
     """Makes `model.generate(candidate_generator=...)` work; without that argument nothing changes."""
     stock = GenerationMixin.generate
-    if hasattr(stock, "_hf_specdec_stock"):
+    if stock in HOOKS:
         return
 
     @functools.wraps(stock)
@@ -185,15 +192,21 @@ def install() -> None:
         )
         return stock(*call.args, **call.kwargs)
 
-    generate._hf_specdec_stock = stock
+    HOOKS[generate] = stock
     GenerationMixin.generate = generate
 
 
 def uninstall() -> None:
-    """Takes the hook off again: `generate` is transformers' own, as before `import hf_specdec`."""
-    stock = getattr(GenerationMixin.generate, "_hf_specdec_stock", None)
-    if stock is not None:
-        GenerationMixin.generate = stock
+    """Takes the hook off again: `generate` is what it was before `import hf_specdec`.
+
+    Raises:
+        RuntimeError: if somebody wrapped `generate` after us; their wrapper would go with ours.
+    """
+    hook = GenerationMixin.generate
+    if hook in HOOKS:
+        GenerationMixin.generate = HOOKS.pop(hook)
+    elif HOOKS:
+        raise RuntimeError(f"{hook.__module__} wrapped generate after hf_specdec did: take that wrapper off first.")
 
 
 def bind_stop_strings(model: PreTrainedModel, given: dict, extra: dict) -> None:

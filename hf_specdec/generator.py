@@ -126,6 +126,9 @@ class SpecGenerator(CandidateGenerator):
     def observe(self, step: Step) -> None:
         """Learns what came of the last draft (the first time: of the prompt)."""
 
+    def end(self) -> None:
+        """Lets go of what only the call needed, such as caches; called also when the call failed."""
+
     # transformers' own assisted loop
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:

@@ -202,8 +202,8 @@ class DraftTree:
     def ancestors(self) -> torch.Tensor:
         """Boolean matrix `(n, n)`: entry (i, j) says whether node j is node i or lies above it."""
         n = len(self)
-        if n == 1:
-            return torch.ones(1, 1, dtype=torch.bool, device=self.tokens.device)
+        if n == 1 or ("host" in self.__dict__ and self.is_chain):
+            return torch.ones(n, n, dtype=torch.bool, device=self.tokens.device).tril()
         reach = torch.eye(n, device=self.tokens.device)  # [n, n]
         reach[torch.arange(1, n, device=self.tokens.device), self.parents[1:]] = 1
         for _ in range((n - 1).bit_length()):  # each squaring doubles how far up a row reaches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import threading
 
 import pytest
@@ -38,6 +39,7 @@ from transformers.generation import PromptLookupCandidateGenerator
 
 import hf_specdec
 from hf_specdec import METHODS, PLDGen, SpecGenerator, SpSGen
+from hf_specdec.cache import TreeCache
 
 
 @pytest.fixture
@@ -610,3 +612,29 @@ def test_chain_targets_are_the_families_with_a_window():
         CHAIN_TARGETS
     )
     assert SHAPE["vocab_size"] == 97
+
+
+def test_uninstall_does_not_take_somebody_elses_wrapper_off():
+    ours = GenerationMixin.generate
+
+    @functools.wraps(ours)
+    def theirs(self, *args, **kwargs):
+        return ours(self, *args, **kwargs)
+
+    GenerationMixin.generate = theirs
+    try:
+        with pytest.raises(RuntimeError, match="wrapped generate"):
+            hf_specdec.uninstall()
+        assert GenerationMixin.generate is theirs
+    finally:
+        GenerationMixin.generate = ours
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_keeps_the_targets_cache_after_a_call(name):
+    model, ids = shared(), prompt(9)
+    generator = make(name, model)
+    generate(model, ids, generator)
+    gc.collect()
+    kept = [item for item in gc.get_objects() if type(item) is TreeCache and item.length > 1]
+    assert not kept

@@ -28,11 +28,15 @@ def test_python_blocks_run(capsys):
         METHODS.pop("repeat", None)  # the example's method must not reach other tests
 
 
-@pytest.mark.parametrize("line", [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()])
+@pytest.mark.parametrize(
+    "line", [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
+)
 def test_commands_run(line):
     command = shlex.split(line)
     assert command[0] == "hf-specdec"
-    done = subprocess.run([sys.executable, "-m", "hf_specdec.cli", *command[1:]], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_specdec.cli", *command[1:]], capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -42,7 +46,7 @@ def test_every_block_is_run_or_plain_text():
 
 def test_every_file_it_names_exists():
     tree = next(code for language, code in BLOCKS if language == "text")
-    named = re.findall(r"`([\w/]+\.(?:py|md))`", README) + [f"hf_specdec/{name}" for name in re.findall(r"\b\w+\.py\b", tree)]
+    named = re.findall(r"`([\w/]+\.(?:py|md))`", README) + re.findall(r"\b\w+\.py\b", tree)
     assert named
     for name in named:
         places = (ROOT / name, ROOT / "hf_specdec" / name)

@@ -398,6 +398,9 @@ class EagleGen(SpecGenerator):
         self.prompt: torch.Tensor | None = input_ids[0]
         self.new: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def end(self) -> None:
+        self.rows, self.new = Rows(), None
+
     def observe(self, step: Step) -> None:
         """Keeps the accepted tokens' true features, each with the token that came after it."""
         if step.hidden is None:

@@ -46,6 +46,11 @@ class HybridGen(SpecGenerator):
         self.parts = [make_generator(spec) for spec in parts.split("+")] if isinstance(parts, str) else list(parts)
         if len(self.parts) < 2:
             raise ValueError(f"HybridGen needs at least two parts, but got {len(self.parts)}: {parts!r}.")
+        if not 0 <= min_probability <= 1 or max_nodes < 1:
+            raise ValueError(
+                f"HybridGen(min_probability={min_probability}, max_nodes={max_nodes}): a probability is from 0 to 1, and a "
+                "tree has at least 1 node."
+            )
         for part in self.parts:
             if part.whole_draft_only or not part.seed_exact:
                 reason = "must be verified whole" if part.whole_draft_only else "are sampled and verified by rejection"
@@ -66,6 +71,10 @@ class HybridGen(SpecGenerator):
         for part in self.parts:
             part.stats = self.stats
             part.begin(input_ids, **call)
+
+    def end(self) -> None:
+        for part in self.parts:
+            part.end()
 
     def observe(self, step: Step) -> None:
         for part in self.parts:

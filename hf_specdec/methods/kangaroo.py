@@ -273,6 +273,9 @@ class KangarooGen(SpecGenerator):
         self.rows = TreeCache(1, capacity=input_ids.shape[1] + 1024)  # the adapter's
         self.knows_text = False
 
+    def end(self) -> None:
+        self.target = self.rows = None
+
     def observe(self, step: Step) -> None:
         """Cuts the adapter's rows back to the text; they need no rebuilding, being made from the target's own states."""
         if self.knows_text:

@@ -120,6 +120,9 @@ class SpSGen(SpecGenerator):
             self.cache.keep(read, list(range(min(accepted, drafted - 1))))
             self.chain = NOTHING  # counted; a hybrid may not ask again before the next step
 
+    def end(self) -> None:
+        self.cache = None
+
     def fit_width(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores over exactly the target's vocabulary: padding of either model is never drafted."""
         missing = self.vocab_size - scores.shape[-1]
