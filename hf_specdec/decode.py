@@ -66,7 +66,7 @@ def decode(
             return
 
         generator.observe(Step(tree, path, tokens, logits=logits, hidden=target.hidden(outputs)))
-        del outputs, logits, pick  # a prompt's logits are large
+        outputs = logits = pick = None  # a prompt's logits are large
         max_depth = text.max_length - text.length - 1  # one token is always the target's own
         if max_depth > 0:
             tree = target.fit(generator.draft(text.ids, max_depth=max_depth))

@@ -26,8 +26,8 @@ class LayerSkipGen(SpSGen):
 
     Args:
         skip (`Sequence[int]`, *optional*):
-            Layers to leave out; the first of each attention type and the last always run. None takes the set that `search` found for this model
-            on this machine, and where there is none every second layer.
+            Layers to leave out; the first of each attention type and the last always run. None takes the set that `search`
+            found for this model on this machine, and where there is none every second layer.
         num_draft_tokens, max_draft_tokens, draft_sampling: as in [`SpSGen`].
 
     Raises:
