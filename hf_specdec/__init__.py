@@ -5,6 +5,7 @@ from hf_specdec.datastore import Datastore
 from hf_specdec.generate import install, speculate, uninstall
 from hf_specdec.generator import METHODS, SpecGenerator, Step, make_generator
 from hf_specdec.methods import *  # noqa: F403
+from hf_specdec.methods import embedded_drafter
 from hf_specdec.models import load_embedded
 from hf_specdec.stats import SpecStats
 from hf_specdec.tree import DraftTree
@@ -17,6 +18,7 @@ __all__ = [
     "SpecGenerator",
     "SpecStats",
     "Step",
+    "embedded_drafter",
     "install",
     "load_embedded",
     "make_generator",

@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
+EMBEDDED_HEADS = Path(__file__).parent / "heads"  # trained for it, and shipped with this package
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 HUB_TIMEOUT = 5.0  # seconds the Hub has to answer before it counts as out of reach

@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 from hf_specdec.checkpoints import load_eagle
 from hf_specdec.drafter import Drafter, DrafterConfig, check_ids, target_fields
 from hf_specdec.generator import SpecGenerator, Step
+from hf_specdec.models import EMBEDDED_HEADS
 from hf_specdec.tree import DraftTree
 
 
@@ -347,7 +348,8 @@ class EagleGen(SpecGenerator):
     """Drafts a tree level by level (EAGLE-2): the likeliest nodes are expanded, and the likeliest of all are verified.
 
     Args:
-        head (`EagleHead` or `str`): the head, or its folder or Hub id.
+        head (`EagleHead` or `str`, *optional*):
+            The head, or its folder or Hub id. None is the one that ships for the embedded model.
         top_k (`int`): nodes expanded per level, and children considered of each; 1 drafts chains.
         depth (`int`): levels.
         max_nodes (`int`): nodes verified, the root included.
@@ -359,11 +361,12 @@ class EagleGen(SpecGenerator):
 
     name = "eagle"
     drafter_argument = "an EAGLE head: a folder or a Hub id"
+    drafter_optional = True
     head_class = EagleHead
 
     def __init__(
         self,
-        head: EagleHead | str,
+        head: EagleHead | str | None = None,
         *,
         top_k: int = 6,
         depth: int = 5,
@@ -374,7 +377,7 @@ class EagleGen(SpecGenerator):
         for argument, value in (("top_k", top_k), ("depth", depth), ("max_nodes", max_nodes)):
             if value < 1:
                 raise ValueError(f"EagleGen({argument}={value}): it must be at least 1.")
-        self.head = head
+        self.head = head if head is not None else str(EMBEDDED_HEADS / "eagle2")
         self.top_k = top_k
         self.depth = depth
         self.max_nodes = max_nodes
