@@ -5,7 +5,7 @@
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 # More of the package's extras for the development venv, e.g. `make setup EXTRAS=dev,train`.
-EXTRAS ?= dev,eval
+EXTRAS ?= dev
 # Options for the demo, e.g. `make demo ARGS="--json"`.
 ARGS ?=
 

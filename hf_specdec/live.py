@@ -123,7 +123,7 @@ def make(spec: str, dtype: str) -> SpecGenerator | None:
     if not OPTIONS.fullmatch(options):
         raise ValueError(f"options {options!r}: write name=value&name=value, with numbers below 1000 or words.")
     generator = make_generator(spec)
-    if isinstance(generator, SpSGen):
+    if isinstance(generator, SpSGen) and drafter:
         generator.drafter = load(drafter, dtype)[0]
         if ZERO_GPU:
             generator.drafter = generator.drafter.to("cuda")
