@@ -220,7 +220,10 @@ def to_markdown(report: dict) -> str:
         for name, value in races["ratios"].items():
             cells = [f"{races['ratios_by_kind'][name][kind]:.2f}" for kind in kinds]
             lines.append(f"| {name} | {value:.3f} | " + " | ".join(cells) + " |")
+        same = races["our_pld / stock_pld where texts are the same"]
         lines += [
+            "",
+            f"On the {same['answers']} answers that our and the stock PLD wrote alike, the ratio is {same['ratio']:.3f}.",
             "",
             f"PLD reached {races['our_pld_of_its_limit']:.1%} of what its steps and the curve allow (median).",
         ]

@@ -19,7 +19,6 @@ import hf_specdec
 from hf_specdec import METHODS, DraftTree, SpecGenerator, drawing
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "0"
-pytest.importorskip("gradio")
 sys.path.insert(0, str(Path(__file__).parent.parent))  # app.py is no part of the package
 from gradio_client import Client  # noqa: E402
 
@@ -81,7 +80,8 @@ def client(url):
 def browser(url):
     if CHROMIUM is None:
         pytest.skip("no chromium: on Debian, apt install chromium")
-    playwright = pytest.importorskip("playwright.sync_api")
+    from playwright import sync_api as playwright
+
     with playwright.sync_playwright() as running:
         chromium = running.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield chromium

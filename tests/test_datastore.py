@@ -11,8 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_specdec.datastore import Datastore, encode, tokenizer_hash
 
-pytest.importorskip("pydivsufsort")
-
 
 def build(documents, folder, *, vocab_size=9, **options):
     return Datastore.build(documents, folder, vocab_size=vocab_size, tokenizer_hash="hash", **options)

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (without the `eval` extra these tests are left out)
 """Evaluation: what a run writes down, and that the report's figures follow from it."""
 
 import json
@@ -9,11 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("datasets")
-pytest.importorskip("evaluate")
-pytest.importorskip("matplotlib")
-
 from tiny import Oracle, tiny
 from tiny_chat import tiny_tokenizer
 from typer.testing import CliRunner

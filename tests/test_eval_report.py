@@ -1,15 +1,11 @@
-# ruff: noqa: E402  (without the `eval` extra these tests are left out)
 """Evaluation's figures: small files made by hand, their figures worked out apart from the code."""
 
 import json
 from pathlib import Path
 from statistics import mean
 
+import evaluate
 import pytest
-
-evaluate = pytest.importorskip("evaluate")
-pytest.importorskip("matplotlib")
-
 from jinja2 import Template
 from tiny_chat import tiny_tokenizer
 from typer.testing import CliRunner
