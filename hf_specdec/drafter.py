@@ -9,6 +9,8 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.models import no_progress_bars
+
 
 @strict
 class DrafterConfig(PreTrainedConfig):
@@ -137,7 +139,8 @@ def load_head(source: str, head_class: type[Drafter]) -> Drafter:
     Raises:
         ValueError: naming the tensors that are missing or unexpected.
     """
-    head, report = head_class.from_pretrained(source, output_loading_info=True)
+    with no_progress_bars():
+        head, report = head_class.from_pretrained(source, output_loading_info=True)
     wrong = {
         kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
     }

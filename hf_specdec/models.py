@@ -127,7 +127,7 @@ def load_embedded(
     device = _resolve_device(device)
     dtype = _resolve_dtype(dtype, device)
     folder, name = _embedded_folder()
-    with _no_progress_bars():
+    with no_progress_bars():
         model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = name
@@ -165,7 +165,7 @@ def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtyp
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Keep transformers' bars off while a load takes less time than they take to read."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -318,7 +318,7 @@ def _download_gguf(folder: Path) -> Path:
 def _convert(gguf: Path, folder: Path) -> None:
     """Write the model of a SmolLM2 GGUF as bfloat16 safetensors, with the tokenizer and configs of the original."""
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    with _no_progress_bars():
+    with no_progress_bars():
         model = LlamaForCausalLM.from_pretrained(
             **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         ).to(torch.bfloat16)
