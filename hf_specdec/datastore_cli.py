@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -81,7 +82,7 @@ def print_rows(about: dict) -> None:
 
 
 def read_texts(data: str, *, split: str, column: str, limit: int | None) -> Iterator[str | list[dict]]:
-    """One column of a dataset, streamed."""
+    """One column of a dataset, streamed; its first row is read at once, so that bad data is said before anything is written."""
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
     path = Path(data)
     if path.suffix in kinds and not path.is_file():  # the Hub would be asked for it, several times
@@ -92,9 +93,7 @@ def read_texts(data: str, *, split: str, column: str, limit: int | None) -> Iter
         rows = load_dataset(kinds[path.suffix], data_files=str(path), split="train", streaming=True)
     else:
         rows = load_dataset(data, split=split, streaming=True)
-    for number, row in enumerate(rows):
-        if limit is not None and number >= limit:
-            return
-        if column not in row:
-            raise typer.BadParameter(f"{data} has columns {', '.join(row)}, not {column!r}", param_hint="--column")
-        yield row[column]
+    first = next(iter(rows), None)
+    if first is not None and column not in first:
+        raise typer.BadParameter(f"{data} has columns {', '.join(first)}, not {column!r}", param_hint="--column")
+    return (row[column] for row in islice(rows, limit))

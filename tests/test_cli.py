@@ -161,6 +161,16 @@ def test_a_datastore_is_built_added_to_and_searched(folder, tmp_path, prompts):
     assert json.loads(run(*words).stdout)["methods"][1]["answers"] == 2
 
 
+def test_bad_data_leaves_no_datastore_behind(folder, tmp_path, monkeypatch, capsys):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"words": "w1"}))
+    for data, said in ((texts, "has columns words"), (tmp_path / "nowhere.jsonl", "no such file")):
+        words = ("datastore", "build", "--data", data, "--tokenizer", folder, "-o", tmp_path / "store")
+        code, shown = run_main(monkeypatch, capsys, *words)
+        assert code == 2 and said.replace(" ", "") in shown.replace(" ", "").replace("│", "")
+        assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -175,7 +185,6 @@ def test_a_datastore_is_built_added_to_and_searched(folder, tmp_path, prompts):
         (["generate", "hello", "--device", "gpu"], "unknown device 'gpu'"),
         (["datastore", "info", "nowhere"], "nowhere"),
         (["datastore", "info", "no[where]"], "no[where] has"),  # not taken for markup
-        (["datastore", "build", "--data", "nowhere.jsonl", "-o", "store"], "no such file: nowhere.jsonl"),
     ],
 )
 def test_bad_input_ends_with_a_message(words, said, monkeypatch, capsys):
