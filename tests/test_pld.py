@@ -36,7 +36,7 @@ def reference(text: list[int], *, max_ngram, num_draft_tokens, num_matches, most
         matched = 0
         while matched < end and text[end - 1 - matched] == text[-1 - matched]:
             matched += 1
-        length = min(2**matched, num_draft_tokens) if length_by_match else num_draft_tokens
+        length = min(2 ** (matched + 1), num_draft_tokens) if length_by_match else num_draft_tokens
         paths.append(text[end : end + min(length, max_depth)])
     return DraftTree.from_paths(text[-1], paths, max_nodes=1 + num_draft_tokens, device="cpu")
 
@@ -96,10 +96,10 @@ def test_several_matches_share_one_tree():
 
 
 def test_longer_matches_draft_more():
-    one = drafted([5, 1, 50, 51, 52, 53, 54, 55, 56, 57, 58, 6, 1], num_matches=1)
-    two = drafted([5, 1, 50, 51, 52, 53, 54, 55, 56, 57, 58, 5, 1], num_matches=1)
-    three = drafted([4, 5, 1, 50, 51, 52, 53, 54, 55, 56, 57, 58, 4, 5, 1], num_matches=1)
-    assert [len(tree) - 1 for tree in (one, two, three)] == [2, 4, 8]
+    one = drafted([5, 1, 50, 51, 52, 53, 54, 55, 56, 57, 58, *range(60, 70), 6, 1], num_matches=1)
+    two = drafted([5, 1, 50, 51, 52, 53, 54, 55, 56, 57, 58, *range(60, 70), 5, 1], num_matches=1)
+    three = drafted([4, 5, 1, 50, 51, 52, 53, 54, 55, 56, 57, 58, *range(60, 70), 4, 5, 1], num_matches=1)
+    assert [len(tree) - 1 for tree in (one, two, three)] == [4, 8, 16]
 
 
 @pytest.mark.parametrize("text", [[1], [1, 2, 3, 4], [5, 6]])

@@ -23,7 +23,7 @@ class PLDGen(SpecGenerator):
     """Looks the text's last n-gram up in the text itself, longest first, and drafts what followed it there.
 
     Several matches are merged into one tree, the most recent first. The longer the match, the more is drafted behind it:
-    2 tokens for a match of one token, doubling with every further token matched. The published method is
+    4 tokens for a match of one token, doubling with every further token matched. The published method is
     `PLDGen(max_ngram=3, num_draft_tokens=10, num_matches=1, most_recent=False, length_by_match=False)`.
 
     Args:
@@ -82,7 +82,7 @@ class PLDGen(SpecGenerator):
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         paths, probabilities = [], []
         for end, matched in self.matches():
-            length = min(2**matched, self.num_draft_tokens) if self.length_by_match else self.num_draft_tokens
+            length = min(2 ** (matched + 1), self.num_draft_tokens) if self.length_by_match else self.num_draft_tokens
             paths.append(self.text[end : end + min(length, max_depth)])
             trust = (REPEATS[min(matched + i, len(REPEATS) - 1)] for i in range(len(paths[-1])))
             probabilities.append(list(accumulate(trust, operator.mul)))
@@ -104,6 +104,6 @@ class PLDGen(SpecGenerator):
 
     def matched(self, end: int, n: int) -> int:
         """Length of the match that ends at `end`, known to be at least `n`; counted only as far as it matters."""
-        while 2**n < self.num_draft_tokens and n < end and self.text[end - n - 1] == self.text[-n - 1]:
+        while 2 ** (n + 1) < self.num_draft_tokens and n < end and self.text[end - n - 1] == self.text[-n - 1]:
             n += 1
         return n
