@@ -37,15 +37,16 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[$(EXTRAS)]'
 	@touch $@
 
-# The tests of the Space drive Debian's Chromium; without it they are skipped.
+# The tests of the Space drive a Chromium; as root on Debian it is installed here, once.
 chromium:
-	@if ! command -v chromium >/dev/null; then \
+	@browser() { command -v chromium || command -v chromium-browser || command -v google-chrome; }; \
+	if ! browser >/dev/null; then \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 			echo "installing Debian's chromium for the tests of the Space"; \
-			apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
-		else \
-			echo "note: no chromium, so the Space is not tested in a browser; on Debian: sudo apt install chromium"; \
+			apt-get update -qq >/dev/null && apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
 		fi; \
+		browser >/dev/null || { \
+			echo "error: the tests of the Space need a Chromium; on Debian or Ubuntu: sudo apt install chromium" >&2; exit 1; }; \
 	fi
 
 app: setup
@@ -56,7 +57,7 @@ app: setup
 demo: setup
 	$(VENV)/bin/hf-specdec compare $(ARGS)
 
-test: setup chromium
+test: chromium setup
 	$(VENV)/bin/python -m pytest -q
 
 lint: setup

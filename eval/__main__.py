@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -39,7 +39,6 @@ def run(
 ) -> None:
     """Let plain decoding and each method answer the questions in turn; under `accelerate launch` processes share them."""
     from eval.run import Decoding
-    from hf_specdec.display import err
 
     try:
         plan = make_plan(
@@ -55,9 +54,18 @@ def run(
             curve=verify_curve,
         )
     except (ValueError, OSError) as error:
-        err.print(f"error: {error}", style="red", highlight=False, markup=False)
-        raise typer.Exit(code=2) from error
+        refuse(error)
     follow(plan, check=check_lossless)
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Says what cannot work, and how to install what is missing; exit code 2."""
+    from hf_specdec.cli import extra_hint
+    from hf_specdec.display import err
+
+    hint = extra_hint(error.name) if isinstance(error, ImportError) else ""
+    err.print(f"error: {error}{hint}", style="red", highlight=False, markup=False)
+    raise typer.Exit(code=2) from error
 
 
 def make_plan(
@@ -80,7 +88,7 @@ def make_plan(
     from eval.answers import AnswerFile
     from eval.chat import Chat
     from eval.questions import read_questions, select
-    from eval.run import Plan, make_contestants, split_methods
+    from eval.run import Plan, describe, make_contestants, split_methods
     from hf_specdec.compare import conditions
     from hf_specdec.models import load_model
 
@@ -101,6 +109,7 @@ def make_plan(
         max_new_tokens=decoding.max_new_tokens,
         seed=decoding.seed,
         methods=list(contestants)[1:],
+        drafters={spec: described for spec in list(contestants)[1:] if (described := describe(contestants[spec]))},
         processes=processes,
         **chat.conditions(),
         **source,
@@ -173,10 +182,11 @@ def report(
     pictures: Annotated[bool, typer.Option(help="Draw the pictures (needs matplotlib).")] = True,
 ) -> None:
     """Make the study's table of one or more runs, with confidence intervals, beside the published figures."""
-    from eval.report import write_report
-    from hf_specdec.display import err, out
+    from hf_specdec.display import out
 
     try:
+        from eval.report import write_report
+
         text = write_report(
             folders,
             output,
@@ -185,9 +195,8 @@ def report(
             questions=questions,
             pictures=pictures,
         )
-    except (ValueError, OSError) as error:
-        err.print(f"error: {error}", style="red", highlight=False, markup=False)
-        raise typer.Exit(code=2) from error
+    except (ValueError, OSError, ImportError) as error:
+        refuse(error)
     out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -64,7 +64,8 @@ def check_same(path: Path, before: dict, now: dict) -> None:
 def read_file(path: Path) -> tuple[dict | None, list[dict], list[dict]]:
     """A file's conditions, its answers and its other lines (the verify curve); half a line at its end is left out."""
     conditions, rows, others = None, [], []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+    whole = path.read_bytes().rpartition(b"\n")[0]  # an interruption may have cut a line, or a character, in two
+    for line in filter(None, whole.decode("utf-8").split("\n")):
         item = json.loads(line)
         if "conditions" in item:
             conditions = item["conditions"]

@@ -14,6 +14,7 @@ import numpy as np
 from eval.score import OVERALL
 from hf_specdec.compare import PLAIN
 
+DRAFT_PARTS = ("head", "layers", "model", "retrieval", "table", "tree")  # drawn apart; others are "draft"
 ISO = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)  # speed-ups drawn as lines
 
 
@@ -30,7 +31,9 @@ def draw_all(output: Path, number: int, conditions: dict, rows: list[dict], curv
         pictures["verify_curve"] = lambda axes: verify_curve(axes, curve)
     paths = []
     for name, picture in pictures.items():
-        figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+        height = 4 + 0.12 * len(overall) if name != "time_per_token" else 2 + 0.3 * len(overall)
+        figure, axes = plt.subplots(figsize=(9, max(5, height)), layout="constrained")
+        axes.set_prop_cycle(color=plt.get_cmap("tab20").colors)
         picture(axes)
         axes.set_title(about, fontsize=9)
         handles, labels = axes.get_legend_handles_labels()
@@ -64,18 +67,39 @@ def speedup_by_task(axes: plt.Axes, rows: list[dict]) -> None:
 def time_per_token(axes: plt.Axes, rows: list[dict]) -> None:
     """Stacked milliseconds of each stage per emitted token; plain decoding is one bar."""
     rows = [row for row in rows if "ms_per_token" in row]
-    names = [textwrap.fill(row["method"].replace("&", " &"), 30) for row in rows]
+    names = [textwrap.fill(row["method"].replace("&", " &"), 60) for row in rows]
     left = np.zeros(len(names))
-    for stage in dict.fromkeys(stage for row in rows for stage in row.get("stages_per_token", {})):
-        widths = np.array([row.get("stages_per_token", {}).get(stage, 0.0) for row in rows])
-        axes.barh(names, widths, left=left, label=stage)
+    stages = [split_draft(row) for row in rows]
+    shown = list(dict.fromkeys(stage for own in stages for stage in own))
+    drafts = sorted(stage for stage in shown if stage.startswith("draft"))
+    shades = plt.get_cmap("Blues")(np.linspace(0.9, 0.25, len(drafts)))  # what drafting costs, in one colour
+    others = [stage for stage in shown if stage not in drafts]
+    colors = [*shades, *plt.get_cmap("Set2").colors]
+    for stage, color in zip(drafts + others, colors, strict=False):
+        widths = np.array([own.get(stage, 0.0) for own in stages])
+        axes.barh(names, widths, left=left, label=stage, color=color)
         left += widths
     whole = np.array([row["ms_per_token"] for row in rows])
     axes.barh(
         names, (whole - left).clip(0), left=left, label="plain decoding, or outside the stages", color="lightgray"
     )
     axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=7)
     axes.set_xlabel("ms per token after the first")
+
+
+def split_draft(row: dict) -> dict[str, float]:
+    """A row's milliseconds per token by stage, drafting by its parts where the method tells them apart."""
+    stages, parts = dict(row.get("stages_per_token", {})), row.get("draft_per_token")
+    if not parts:
+        return stages
+    del stages["draft"]
+    split: dict[str, float] = {}
+    for part, spent in parts.items():  # a hybrid's "eagle head" is drawn like eagle's own
+        name = part.rpartition(" ")[2]
+        key = f"draft/{name}" if name in DRAFT_PARTS else "draft"
+        split[key] = split.get(key, 0.0) + spent
+    return split | stages
 
 
 def tokens_and_cost(axes: plt.Axes, rows: list[dict]) -> None:
@@ -83,12 +107,14 @@ def tokens_and_cost(axes: plt.Axes, rows: list[dict]) -> None:
     costs = [row["ms_per_step"] / row["plain_ms_per_token"] - 1 for row in rows]
     tokens = [row["tokens_per_step"] for row in rows]
     span = np.array([min(0.0, *costs), max(0.5, *costs) * 1.15])
+    top = max(2.0, *tokens) * 1.15
     for ratio in ISO:
         axes.plot(span, ratio * (1 + span), color="gray", linewidth=0.7)
-        axes.annotate(f"{ratio:g}x", (span[1], ratio * (1 + span[1])), fontsize=8, color="gray", annotation_clip=True)
+        end = min(span[1], top / ratio - 1)  # where the line leaves the picture
+        axes.annotate(f"{ratio:g}x", (end, ratio * (1 + end)), fontsize=8, color="gray", annotation_clip=False)
     for row, cost, number in zip(rows, costs, tokens, strict=True):
         axes.plot(cost, number, "o", label=row["method"])
-    axes.set_ylim(0.9, max(2.0, *tokens) * 1.15)
+    axes.set_ylim(0.9, top)
     axes.set_xlabel("cost of a step beyond a plain step: draft, wider verification, the rest (in plain steps)")
     axes.set_ylabel("tokens per step, bonus included")
 

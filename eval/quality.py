@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import evaluate
 
@@ -11,12 +12,17 @@ from eval.questions import Question
 from eval.score import Answers
 from hf_specdec.compare import PLAIN
 
-METRICS = {"math_reasoning": ("exact_match", "exact_match"), "summarization": ("rouge", "rougeL")}
+METRICS = {"math_reasoning": "exact_match", "summarization": "rouge_l"}  # modules in metrics/, which need no network
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
+def load_metric(name: str) -> evaluate.Metric:
+    """The metric of this name beside this file."""
+    return evaluate.load(str(Path(__file__).parent / "metrics" / name))
+
+
 def quality(
-    answers: Answers, questions: list[Question], *, load: Callable[[str], evaluate.Metric] = evaluate.load
+    answers: Answers, questions: list[Question], *, load: Callable[[str], evaluate.Metric] = load_metric
 ) -> tuple[dict, str]:
     """Scores by (task, method), and a note of what they are held against or could not be loaded.
 
@@ -27,13 +33,13 @@ def quality(
     against = "references" if references else "plain decoding's answers"
     scores: dict[tuple[str, str], dict] = {}
     said = []
-    for task, (name, key) in METRICS.items():
+    for task, name in METRICS.items():
         if task not in answers.tasks:
             continue
         try:
             metric = load(name)
-        except Exception as error:  # the Hub's or a missing package's, of many kinds
-            said.append(f"{name} left out, evaluate cannot load it ({type(error).__name__})")
+        except Exception as error:  # evaluate's, of many kinds; a report without a score is better than none
+            said.append(f"{name} left out, evaluate cannot load it ({type(error).__name__}: {error})")
             continue
         said.append(f"{name} against {against}")
         reduced = last_number if task == "math_reasoning" else str
@@ -48,8 +54,8 @@ def quality(
                 sides = [(one["text"], two["text"]) for own, base in pairs for one, two in zip(own, base, strict=True)]
             if sides:
                 predictions, wanted = ([reduced(text) for text in side] for side in zip(*sides, strict=True))
-                value = float(metric.compute(predictions=predictions, references=wanted)[key])
-                scores[task, method] = {"quality": {f"{key} against {against}": value}}
+                value = float(metric.compute(predictions=predictions, references=wanted)[name])
+                scores[task, method] = {"quality": {f"{name} against {against}": value}}
     return scores, "; ".join(said)
 
 

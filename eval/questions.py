@@ -48,7 +48,7 @@ def read_questions(source: str) -> tuple[list[Question], dict]:
     """
     path = Path(source)
     if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # texts may hold other line separators
         rows = [parse(source, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         name = path.name
     elif path.is_dir() or source.startswith(("/", ".", "~")) or source.count("/") != 1 or path.suffix:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from eval import answers as answer_files
 from eval import spec_bench
-from eval.findings import findings
+from eval.findings import findings, name_of
 from eval.quality import quality
 from eval.questions import read_questions
 from eval.score import OVERALL, Answers, score
@@ -34,7 +34,6 @@ COLUMNS = {  # column of a task's table: key of the row, format
     "identical": ("identity", "{}"),
     "failed": ("failed", "{}"),
 }
-STAGES = ("prefill", "draft", "verify", "accept", "compact", "other")
 
 
 def write_report(
@@ -58,7 +57,7 @@ def write_report(
     output.mkdir(parents=True, exist_ok=True)
     retokenize = tokenizer and counter(tokenizer)
     asked = read_questions(questions)[0] if questions else []
-    runs, rows, curves = [], [], []
+    runs, rows, curves, claims = [], [], [], []
     for number, folder in enumerate(folders):
         conditions, found, curve = read(folder)
         answers = Answers(found)
@@ -70,12 +69,12 @@ def write_report(
             row |= qualities.get((row["task"], row["method"]), {})
         own = [describe(row, conditions, number) for row in scored]
         counting = "Spec-Bench's (speed.py)" if spec_bench_counting else "emitted ids on both sides"
+        claims.append(findings(scored, answers, conditions.get("drafters") or {}))
         runs.append(conditions | {"counting": counting, "quality": note, "folder": folder.name})
         rows += own
         curves.append(curve)
         spec_bench.write_folder(output / "spec_bench" / folder.name, str(conditions["model"]), found)
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    claims = [findings([row for row in rows if row["run"] == number]) for number in range(len(runs))]
     text = markdown(runs, rows, published, claims, counted=spec_bench_counting)
     if pictures:
         text += draw(output, runs, rows, curves)
@@ -114,10 +113,13 @@ def markdown(runs: list[dict], rows: list[dict], published: dict, claims: list[l
     for number, conditions in enumerate(runs):
         own = [row for row in rows if row["run"] == number]
         lines += [f"## {conditions['model']}, {conditions['dtype']}, {conditions['hardware']}", ""]
-        lines += ["  ".join(f"{key}={value}" for key, value in conditions.items()), "", explain(counted=counted), ""]
+        said = {key: value for key, value in conditions.items() if key != "drafters"}
+        lines += ["  ".join(f"{key}={value}" for key, value in said.items()), "", explain(counted=counted), ""]
         lines += ["### Speed-up by task", "", *by_task(own), ""]
         for task in (OVERALL, *dict.fromkeys(row["task"] for row in own if row["task"] != OVERALL)):
             lines += [f"### {task}", "", *table([row for row in own if row["task"] == task]), ""]
+        lines += ["### What a draft costs and yields (overall)", "", *draft_table(own), ""]
+        lines += drafter_table(conditions.get("drafters") or {})
         lines += ["### Where the time of a step goes, ms (overall)", "", *stage_table(own), ""]
         lines += ["The peak of memory counts the weights of all drafters of the run, which are loaded together.", ""]
         lines += quality_table(own) + notes(own)
@@ -197,13 +199,43 @@ def stage_table(rows: list[dict]) -> list[str]:
     return grid(header, body)
 
 
+def draft_table(rows: list[dict]) -> list[str]:
+    """Milliseconds of drafting, in all and by its parts, beside those of verification and what they yield."""
+    header = ["method", "drafts", "draft ms", "of it", "verify ms", "tokens per step", "speed-up"]
+    body = []
+    for row in rows:
+        if row["task"] != OVERALL or "depth_per_step" not in row:
+            continue
+        parts = {key.removeprefix("draft/").removesuffix("_ms"): row[key] for key in row if key.startswith("draft/")}
+        of_it = ", ".join(f"{part} {spent:.2f}" for part, spent in parts.items())
+        cells = [cell(row, f"{key}_ms", "{:.2f}") for key in ("draft", "verify")]
+        cells += [cell(row, "tokens_per_step", "{:.2f}"), cell(row, "speedup", "{:.2f}x")]
+        body.append([row["method"], shape(row), cells[0], of_it, *cells[1:]])
+    return grid(header, body)
+
+
+def shape(row: dict) -> str:
+    """What a method's drafts are: trees where a step drafts more tokens than its longest path has."""
+    nodes, depth = row["drafted_per_step"], row["depth_per_step"]
+    kind = "trees" if nodes > depth * 1.001 else "chains"
+    return f"{kind} of {nodes:.1f}" + (f", {depth:.1f} deep" if kind == "trees" else "")
+
+
+def drafter_table(drafters: dict[str, dict]) -> list[str]:
+    """What the methods draft with."""
+    body = [[spec, ", ".join(f"{key} {value:,}" for key, value in own.items())] for spec, own in drafters.items()]
+    return ["### What they draft with", "", *grid(["method", "drafter"], body), ""] if body else []
+
+
 def quality_table(rows: list[dict]) -> list[str]:
     """Quality of each method beside plain decoding's, where it could be measured."""
-    scored = [row for row in rows if row.get("quality")]
-    body = [
-        [row["task"], row["method"], f"{key} {value:.3f}"] for row in scored for key, value in row["quality"].items()
-    ]
-    return ["### Quality", "", *grid(["task", "method", "score"], body), ""] if body else []
+    scores: dict[str, dict[str, str]] = {}  # method -> score's name -> value
+    for row in rows:
+        for key, value in row.get("quality", {}).items():
+            scores.setdefault(row["method"], {})[f"{row['task']}: {key}"] = f"{value:.3f}"
+    names = list(dict.fromkeys(name for own in scores.values() for name in own))
+    body = [[method, *(own.get(name, "") for name in names)] for method, own in scores.items()]
+    return ["### Quality", "", *grid(["method", *names], body), ""] if body else []
 
 
 def notes(rows: list[dict]) -> list[str]:
@@ -215,16 +247,19 @@ def notes(rows: list[dict]) -> list[str]:
 def published_table(rows: list[dict], published: dict) -> list[str]:
     """Our overall figures beside published ones of the same method, the same model's first; conditions differ."""
     body = []
-    for row in rows:
-        if row["task"] != OVERALL or row["method"] == PLAIN or "speedup" not in row:
-            continue
-        name = row["method"].partition(":")[0].partition("?")[0]
+    own = [row for row in rows if row["task"] == OVERALL and row["method"] != PLAIN and "speedup" in row]
+    for name in dict.fromkeys(map(name_of, own)):
         theirs = [item for item in published["rows"] if item["task"] == OVERALL and item["method"].startswith(name)]
-        theirs.sort(key=lambda item: item["model"] not in row["model"])
-        ours = f"{row['speedup']:.2f}x, {row['tokens_per_step']:.2f}"
-        for item in theirs or [None]:
-            body.append([row["method"], ours, *(published_cells(item) if item else ["none found", *[""] * 5])])
-    header = ["method", "here: speed-up, tokens per step", "published", "as", "model", "hardware", "grade", "source"]
+        theirs.sort(key=lambda item: item["model"] not in own[0]["model"])
+        ours = [
+            f"{row['method']} {row['speedup']:.2f}x, {row['tokens_per_step']:.2f}"
+            for row in own
+            if name_of(row) == name
+        ]
+        heads = ["; ".join(ours), *[""] * len(theirs)]  # said once, beside the first of theirs
+        cells = [published_cells(item) for item in theirs] or [["none found", *[""] * 5]]
+        body += [[head, *line] for head, line in zip(heads, cells, strict=False)]
+    header = ["here: speed-up, tokens per step", "published", "as", "model", "hardware", "grade", "source"]
     legend = "Grades: " + "; ".join(f"{key}: {value}" for key, value in published["grades"].items()) + "."
     return [*grid(header, body), "", legend]
 

@@ -113,6 +113,23 @@ def make_contestants(specs: list[str], model: PreTrainedModel) -> dict[str, Spec
     return contestants
 
 
+def describe(generator: SpecGenerator) -> dict[str, int]:
+    """What a method drafts with, in numbers: a head's parameters, a model's layers and width, a datastore's tokens."""
+    described: dict[str, int] = {}
+    for part in getattr(generator, "parts", [generator]):
+        head, drafter, datastore = (getattr(part, name, None) for name in ("head", "drafter", "datastore"))
+        if drafter is not None:
+            layers = [
+                layer for layer in drafter.modules() if hasattr(layer, "self_attn")
+            ]  # those that are skipped have none
+            described |= {"layers": len(layers), "width": drafter.config.get_text_config(decoder=True).hidden_size}
+        if (trained := head or drafter) is not None:
+            described["parameters"] = trained.num_parameters()
+        if datastore is not None:
+            described["tokens"] = datastore.info()["tokens"]
+    return described
+
+
 def run(plan: Plan) -> Iterator[list[dict]]:
     """Yields, for each question and run of this process, the rows of all contestants, once they are written.
 
@@ -227,7 +244,10 @@ def answer_turn(
 
 def kept(stats: SpecStats) -> dict:
     """The stats that the report needs."""
-    return {name: getattr(stats, name) for name in KEPT} | {"seconds": dict(stats.seconds)}
+    return {name: getattr(stats, name) for name in KEPT} | {
+        "seconds": dict(stats.seconds),
+        "draft_parts": dict(stats.draft_parts),
+    }
 
 
 def compare_answers(model: PreTrainedModel, chat: Chat, question: Question, rows: dict[str, dict]) -> None:

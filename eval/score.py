@@ -35,15 +35,15 @@ class Answers:
         asked = set(self.task.values())
         return [task for task in TASKS if task in asked] + [OVERALL]
 
-    def pairs(self, method: str, task: str) -> dict[int | str, tuple[list[dict], list[dict]]]:
-        """For each question of a task that both answered in the same run: the method's turns and plain decoding's."""
+    def pairs(self, method: str, task: str, *, other: str = PLAIN) -> dict[int | str, tuple[list[dict], list[dict]]]:
+        """For each question of a task that both answered in the same run: the method's turns and the other's."""
         found: dict[int | str, tuple[list[dict], list[dict]]] = {}
         for (name, question, run), turns in self.turns.items():
-            base = self.turns.get((PLAIN, question, run))
-            if name == method and base is not None and task in (OVERALL, self.task[question]):
-                own, plain = found.setdefault(question, ([], []))
+            beside = self.turns.get((other, question, run))
+            if name == method and beside is not None and task in (OVERALL, self.task[question]):
+                own, theirs = found.setdefault(question, ([], []))
                 own += turns
-                plain += base
+                theirs += beside
         return found
 
     def num_failed(self, method: str, task: str) -> int:
@@ -136,13 +136,16 @@ def steps(pairs: dict) -> dict:
         row |= {"drafted_per_step": sum(item["drafted"] for item in stats) / num_steps, "depth_per_step": depth}
         row["acceptance"] = row["accepted_per_step"] / depth if depth else None
     if any(item["seconds"] for item in stats):
-        parts = {stage: sum(item["seconds"].get(stage, 0.0) for item in stats) for stage in all_stages(stats)}
-        row |= {f"{stage}_ms": 1e3 * seconds / num_steps for stage, seconds in parts.items()}
-        row["draft_ms"] = sum(row[f"{stage}_ms"] for stage in parts if stage.startswith("draft"))
+        spent = {stage: sum(item["seconds"].get(stage, 0.0) for item in stats) for stage in STEP_STAGES}
+        row |= {f"{stage}_ms": 1e3 * seconds / num_steps for stage, seconds in spent.items()}
+        row |= {f"draft/{part}_ms": 1e3 * seconds / num_steps for part, seconds in draft_parts(stats).items()}
         _, _, decoded, decoding = totals([turn for own, _ in pairs.values() for turn in own])
         _, _, plain_decoded, plain_decoding = totals([turn for _, plain in pairs.values() for turn in plain])
         row["ms_per_step"] = 1e3 * decoding / num_steps
-        row["stages_per_token"] = {stage: 1e3 * seconds / max(decoded, 1) for stage, seconds in parts.items()}
+        row["stages_per_token"] = {stage: 1e3 * seconds / max(decoded, 1) for stage, seconds in spent.items()}
+        row["draft_per_token"] = {
+            part: 1e3 * seconds / max(decoded, 1) for part, seconds in draft_parts(stats).items()
+        }
         if plain_decoded and plain_decoding:
             row["break_even_accepted"] = row["ms_per_step"] / (1e3 * plain_decoding / plain_decoded) - 1
             row["break_even_acceptance"] = row["break_even_accepted"] / depth if depth else None
@@ -150,10 +153,11 @@ def steps(pairs: dict) -> dict:
     return row
 
 
-def all_stages(stats: Sequence[dict]) -> list[str]:
-    """Stages of a step, and the parts of drafting that a method times by itself, "draft/part"; "draft" is then the rest."""
-    parts = {stage for item in stats for stage in item["seconds"] if stage.startswith("draft/")}
-    return STEP_STAGES + sorted(parts)
+def draft_parts(stats: Sequence[dict]) -> dict[str, float]:
+    """Seconds of the parts of drafting that a method tells apart, and of the rest of it; together they are the stage."""
+    told = [item.get("draft_parts", {}) for item in stats]
+    parts = {part: sum(item.get(part, 0.0) for item in told) for item in told for part in item}
+    return parts | {"rest": sum(item["seconds"]["draft"] for item in stats) - sum(parts.values())} if parts else {}
 
 
 def identity(pairs: dict) -> dict:

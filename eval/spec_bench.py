@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def read_folder(folder: Path) -> tuple[dict, list[dict], dict]:
     rows = []
     for method, names in files.items():
         for run, name in enumerate([names] if isinstance(names, str) else names):
-            lines = (folder / name).read_text(encoding="utf-8").splitlines()
+            lines = (folder / name).read_text(encoding="utf-8").split("\n")  # texts may hold other line separators
             rows += [from_line(json.loads(line), method, run) for line in lines if line.strip()]
     if PLAIN not in files:
         raise ValueError(f"{about}: `files` names no {PLAIN!r} among {list(files)}; a speed-up needs the baseline.")
@@ -98,35 +99,40 @@ def count(answers: Answers, rows: list[dict], retokenize: Callable[[str], int] |
     """Replaces the speed-ups and tokens per step of `rows` by those that Spec-Bench's speed.py gives on the same answers.
 
     There the baseline's tokens are those of its text, tokenised again, less one for a BOS token, whether the tokenizer
-    writes one or not; methods' are their own. Several runs are one long list of questions. Each file counts all its
-    questions, also those that another file lacks.
+    writes one or not; methods' are their own. Of several runs, speeds and speed-ups are averaged. Each file counts all its
+    questions, also those that another file lacks, but for the failed ones, which `write_folder` leaves out everywhere.
 
     Args:
         retokenize (*optional*): tokens of a text in the model's tokenizer less one; needed for Spec-Bench's own files.
     """
+    failed = {(row["question_id"], row["run"]) for row in answers.failed}
+    files: dict[tuple, list[list[dict]]] = {}  # (method, task, run) -> the turns of each question
+    for (method, question, run), turns in answers.turns.items():
+        if (question, run) not in failed:
+            for task in (answers.task[question], OVERALL):
+                files.setdefault((method, task, run), []).append(turns)
     for row in rows:
-        if not row["questions"]:
-            continue
-        chosen = {
-            name: [
-                turns
-                for (method, question, _), turns in answers.turns.items()
-                if method == name and row["task"] in (OVERALL, answers.task[question])
-            ]
-            for name in (PLAIN, row["method"])
+        own = {
+            run: file for (method, task, run), file in files.items() if (method, task) == (row["method"], row["task"])
         }
-        base = [sum(spec_bench_tokens(turn, retokenize) for turn in turns) / seconds(turns) for turns in chosen[PLAIN]]
-        own = [sum(map(num_tokens, turns)) / seconds(turns) for turns in chosen[row["method"]]]
-        lengths = [
-            number + 1
-            for turns in chosen[row["method"]]
-            for turn in turns
-            for number in (turn["stats"]["accepted_lengths"] if turn["stats"] else [0] * (row["method"] == PLAIN))
-        ]
+        own = {run: file for run, file in own.items() if (PLAIN, row["task"], run) in files}
         for key in [key for key in row if key.startswith(("speedup", "decode", "break_even"))]:
             del row[key]
-        row["tokens_per_second"] = float(np.mean(own))
-        row["speedup"] = float(np.mean(own) / np.mean(base))
+        if not own:
+            continue
+        speeds = [np.mean([sum(map(num_tokens, turns)) / seconds(turns) for turns in file]) for file in own.values()]
+        base = [
+            np.mean([sum(spec_bench_tokens(turn, retokenize) for turn in turns) / seconds(turns) for turns in file])
+            for file in (files[PLAIN, row["task"], run] for run in own)
+        ]
+        lengths = [
+            number + 1
+            for file in own.values()
+            for turn in chain.from_iterable(file)
+            for number in (turn["stats"]["accepted_lengths"] if turn["stats"] else [0] * (row["method"] == PLAIN))
+        ]
+        row["tokens_per_second"] = float(np.mean(speeds))
+        row["speedup"] = float(np.mean(np.divide(speeds, base)))
         row["tokens_per_step"] = float(np.mean(lengths))
 
 

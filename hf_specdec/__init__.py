@@ -4,6 +4,7 @@ from hf_specdec import methods
 from hf_specdec.datastore import Datastore
 from hf_specdec.generate import install, speculate, uninstall
 from hf_specdec.generator import METHODS, SpecGenerator, Step, make_generator
+from hf_specdec.hub import load
 from hf_specdec.methods import *  # noqa: F403
 from hf_specdec.methods import embedded_drafter
 from hf_specdec.models import load_embedded
@@ -20,6 +21,7 @@ __all__ = [
     "Step",
     "embedded_drafter",
     "install",
+    "load",
     "load_embedded",
     "make_generator",
     "speculate",

@@ -1,4 +1,4 @@
-"""Checkpoints: EAGLE heads of other projects read into ours, and ours written for the servers that read theirs.
+"""Checkpoints: heads of other projects, read into ours; `export.py` writes the other way.
 
 What a file is follows from its tensors and its config, never from its name. SafeAILab's EAGLE-1, -2 and -3, SpecForge's
 EAGLE-3 and the speculators library's EAGLE-3 are known.
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_specdec.drafter import Drafter, load_head
+from hf_specdec.repository import folder_of
 
 ALLOWED = ["config.json", "*.safetensors", "*.bin", "*.pt"]
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -28,7 +28,7 @@ def load_eagle(source: str, head_class: type[Drafter]) -> Drafter:
     Raises:
         ValueError: if the file is damaged, of no known dialect, or a tensor is missing or unexpected; names it.
     """
-    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=ALLOWED))
+    folder = folder_of(source)
     config = read_config(folder)
     if config.get("model_type") == head_class.config_class.model_type:
         return load_head(str(folder), head_class)
@@ -49,7 +49,7 @@ def load_published(source: str, head_class: type[Drafter], model: PreTrainedMode
     Raises:
         ValueError: if the file is damaged, of no known dialect, or a tensor is missing or unexpected; names it.
     """
-    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=ALLOWED))
+    folder = folder_of(source)
     config = read_config(folder)
     if config.get("model_type") == head_class.config_class.model_type:
         return load_head(str(folder), head_class)
@@ -185,91 +185,3 @@ def eagle3(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[di
         fields["draft_vocab_size"] = w
         converted["draft_ids"] = torch.arange(w) + offsets
     return fields, converted | tensors
-
-
-def export_eagle(head: Drafter, folder: str | Path, *, dialect: str, target: str) -> None:
-    """Writes an attached EAGLE-3 head as `dialect` "speculators" (vLLM) or "sglang" (SpecForge's, SafeAILab's layout).
-
-    Args:
-        target (`str`): Hub id of the target, for the servers that look it up.
-
-    Raises:
-        ValueError: for an EAGLE-1 or -2 head, or an unknown dialect.
-    """
-    config = head.config
-    if not config.fused or dialect not in ("speculators", "sglang"):
-        raise ValueError(
-            f"only EAGLE-3 heads are exported, as speculators or sglang; not {dialect!r}, fused={config.fused}."
-        )
-    prefix = "layers.0." if dialect == "speculators" else "midlayer."
-    places = {part.split(".")[-1]: f"{prefix}{part}" for part in PARTS} | {norm: f"{prefix}{norm}" for norm in NORMS}
-    tensors = {}
-    for name, tensor in head.state_dict().items():
-        part, _, kind = name.removeprefix("layer.").rpartition(".")
-        if name not in ("draft_ids", "output.weight"):
-            tensors[f"{places[part]}.{kind}" if name.startswith("layer.") else name] = tensor
-    tensors["lm_head.weight"] = head._rows[0]
-    if config.draft_vocab_size is not None:
-        tensors["d2t"] = head.draft_ids - torch.arange(config.draft_vocab_size, device=head.draft_ids.device)
-        tensors["t2d"] = torch.zeros(config.target_vocab_size, dtype=torch.bool).index_fill_(
-            0, head.draft_ids.cpu(), True
-        )
-    layer = {
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "num_hidden_layers": 1,
-        "vocab_size": config.target_vocab_size,
-    }
-    written = speculators_config(head, layer, target) if dialect == "speculators" else sglang_config(head, layer)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-        Path(folder) / "model.safetensors",
-    )
-    (Path(folder) / "config.json").write_text(json.dumps(written, indent=2))
-
-
-def speculators_config(head: Drafter, layer: dict[str, Any], target: str) -> dict[str, Any]:
-    """The config that the speculators library and vLLM read."""
-    config = head.config
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": layer,
-        "draft_vocab_size": config.draft_vocab_size or config.target_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_output": config.feed_back_normed,
-        "eagle_aux_hidden_state_layer_ids": list(head.feature_layers),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {"name_or_path": target},
-        },
-    }
-
-
-def sglang_config(head: Drafter, layer: dict[str, Any]) -> dict[str, Any]:
-    """The config that SGLang and SpecForge read."""
-    config = head.config
-    if config.norm_before_residual or config.feed_back_normed:
-        raise ValueError(
-            "SGLang's EAGLE-3 has neither norm_before_residual nor a normed feed-back: export as speculators."
-        )
-    return layer | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": config.draft_vocab_size or config.target_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "norm_output": config.norm_output,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.feature_layers],
-            "use_aux_hidden_state": True,
-        },
-    }

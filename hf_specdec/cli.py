@@ -1,4 +1,4 @@
-"""The command line: `hf-specdec compare | generate | verify | methods | bench | datastore | train | data`."""
+"""The command line: `hf-specdec compare | generate | verify | methods | bench | datastore | train | data | push | ...`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from hf_specdec import hub_cli
 from hf_specdec.bench import bench as run_bench
 from hf_specdec.bench import to_markdown
 from hf_specdec.compare import PLAIN, conditions, encode, race, summarize
 from hf_specdec.datastore_cli import app as datastore_app
 from hf_specdec.display import OriginStreamer, err, identity, out, progress_bar, speed_table, stage_table
+from hf_specdec.export import export
 from hf_specdec.generator import METHODS, SpecGenerator, make_generator
 from hf_specdec.methods.layerskip import LayerSkipGen
 from hf_specdec.models import EMBEDDED, load_model
@@ -43,6 +45,9 @@ if (CHECKOUT / "eval" / "__main__.py").is_file():  # part of the checkout, not o
     app.add_typer(eval_app, name="eval")
 app.add_typer(data_app, name="data")
 app.command()(train)
+app.command()(export)
+for command in (hub_cli.push, hub_cli.card, hub_cli.space):
+    app.command()(command)
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="Hub id or folder of the target; 'embedded' is SmolLM2-135M.")

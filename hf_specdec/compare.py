@@ -168,11 +168,15 @@ def summarize(runs: Sequence[Run], *, by: Callable[[Run], bool] = lambda run: Tr
         if method != PLAIN:
             stats = [run.stats for run in own]
             steps = sum(item.steps for item in stats) or 1
+            parts = sorted({part for item in stats for part in item.draft_parts})
             row |= {
                 "tokens_per_step": sum(item.emitted - 1 for item in stats) / steps,
                 "accepted_per_step": sum(item.accepted for item in stats) / steps,
                 "drafted_per_step": sum(item.drafted for item in stats) / steps,
                 "seconds": {stage: sum(item.seconds[stage] for item in stats) / len(own) for stage in STAGES},
+                "draft_parts": {
+                    part: sum(item.draft_parts.get(part, 0.0) for item in stats) / len(own) for part in parts
+                },
                 "notes": sorted({note for item in stats for note in item.notes}),
             }
         rows.append(row)

@@ -1,8 +1,10 @@
-"""The command line of datastores: `hf-specdec datastore build | add | info`."""
+"""The command line of datastores: `hf-specdec datastore build | add | info | pull`; `hf-specdec push` uploads one."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,6 +16,7 @@ from rich.table import Table
 from hf_specdec.datastore import SHARD_TOKENS, Datastore, encode
 from hf_specdec.display import out, progress_bar
 from hf_specdec.models import EMBEDDED, load_tokenizer
+from hf_specdec.repository import DATASTORE_FILES, folder_of
 
 app = typer.Typer(help="Build and inspect datastores for the method `rest`.", no_args_is_help=True)
 
@@ -72,6 +75,25 @@ def info(folder: Path, as_json: Annotated[bool, typer.Option("--json")] = False)
     """Say what a datastore holds."""
     about = Datastore.open(folder).info()
     print(json.dumps(about)) if as_json else print_rows(about)
+
+
+@app.command()
+def pull(
+    repository: Annotated[str, typer.Argument(help="user/name, or user/name@revision.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder for it.")],
+) -> None:
+    """Copy a datastore from the Hub into a folder, to add texts to it; `rest:user/name` drafts with it without that."""
+    if folder.exists():
+        raise typer.BadParameter(f"{folder} is there already: give a new folder", param_hint="FOLDER")
+    store = Datastore.open(folder_of(repository, files=DATASTORE_FILES, repo_type="dataset"))
+    beside = folder.with_name(f"{folder.name}.part")  # no half-copied folder carries the name
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    for pattern in DATASTORE_FILES:
+        for file in store.folder.glob(pattern):
+            shutil.copyfile(file, beside / file.name)
+    os.replace(beside, folder)
+    print_rows(Datastore.open(folder).info())
 
 
 def print_rows(about: dict) -> None:

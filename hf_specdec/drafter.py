@@ -1,15 +1,21 @@
 """Drafter: base of trained heads, which read the target's hidden states, borrow its embeddings and are saved alone."""
 
-import hashlib
-import json
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from huggingface_hub import CommitInfo
 from huggingface_hub.dataclasses import strict
+from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.models import no_progress_bars
+from hf_specdec.repository import RECORDS, folder_of
+from hf_specdec.vocabulary import check_tokenizer, hashes
 
 
 @strict
@@ -57,6 +63,12 @@ class Drafter(PreTrainedModel):
     config_class = DrafterConfig
     base_model_prefix = ""
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "config_class" in cls.__dict__:  # so that AutoConfig and AutoModel know it
+            AutoConfig.register(cls.config_class.model_type, cls.config_class, exist_ok=True)
+            AutoModel.register(cls.config_class, cls, exist_ok=True)
+
     @classmethod
     def for_target(cls, model: PreTrainedModel, **options) -> "Drafter":
         """A new head for `model`, built from its config, attached to it; `options` are fields of the head's config."""
@@ -66,6 +78,37 @@ class Drafter(PreTrainedModel):
     def hidden_layers(self) -> tuple[int, ...]:
         """The target's hidden states that `loss` takes, in order: the features, and the last one (after the final norm)."""
         return (*(self.config.feature_layers or ()), self.config.target_num_layers)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *, push_to_hub: bool = False, **options) -> None:
+        """Writes weights and config; ValueError for `push_to_hub=True`, by which transformers blanks the card."""
+        if push_to_hub:
+            raise ValueError("save_pretrained(push_to_hub=True) knows no card: call push_to_hub('user/name').")
+        super().save_pretrained(save_directory, **options)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        create_pr: bool = False,
+        commit_message: str | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        **about,
+    ) -> CommitInfo:
+        """Uploads weights, config, card, and the records of training and evaluation that lie where the head was loaded from.
+
+        All in one commit. Arguments as of [`hf_specdec.hub.push`].
+        """
+        from hf_specdec.hub import push  # which knows all methods, made of this class
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            for record in RECORDS if self.config.name_or_path else ():
+                if (path := Path(self.config.name_or_path, record)).is_file():
+                    shutil.copyfile(path, Path(folder, record))
+            where = dict(private=private, create_pr=create_pr, revision=revision, token=token)
+            return push(folder, repo_id, commit_message=commit_message, **where, **about)
 
     def loss(
         self, input_ids: torch.Tensor, hidden: Sequence[torch.Tensor], loss_mask: torch.Tensor
@@ -83,7 +126,7 @@ class Drafter(PreTrainedModel):
         """Checks that this head was made for `model`, and borrows its embeddings and lm_head.
 
         Raises:
-            ValueError: naming both sides' values, if it was made for another model.
+            ValueError: naming both sides' values, if it was made for another model, or one with another vocabulary.
         """
         config = model.config.get_text_config(decoder=True)
         pairs = {
@@ -98,6 +141,8 @@ class Drafter(PreTrainedModel):
                     f"{model.config.name_or_path or type(model).__name__} has {what} {found}: take the head's own target, "
                     "or train a head for this one."
                 )
+        trained_with = {name: getattr(self.config, name) for name in ("vocabulary_hash", "chat_template_hash")}
+        check_tokenizer(model, made_for=self.config.target or "its target", **trained_with)
         # in a list, so that they are neither parameters of the head nor saved with it
         self._borrowed = [model.get_input_embeddings(), model.get_output_embeddings()]
 
@@ -123,24 +168,26 @@ def target_fields(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         "target_vocab_size": config.vocab_size,
     }
     if tokenizer is not None:
-        fields["vocabulary_hash"] = digest(sorted(tokenizer.get_vocab().items()))
-        fields["chat_template_hash"] = digest(tokenizer.chat_template)
+        fields |= hashes(tokenizer)
     return fields
-
-
-def digest(value) -> str:
-    """Short hash of a JSON value."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def load_head(source: str, head_class: type[Drafter]) -> Drafter:
     """The head in a folder or Hub repository, every tensor accounted for.
 
     Raises:
-        ValueError: naming the tensors that are missing or unexpected.
+        ValueError: for a head of another kind; naming the tensors that are missing or unexpected, or the damaged file.
     """
-    with no_progress_bars():
-        head, report = head_class.from_pretrained(source, output_loading_info=True)
+    folder, kind = folder_of(source), head_class.config_class.model_type
+    found = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+    if found != kind:
+        raise ValueError(f"{source} is of the kind {found}, not {kind}, which a {head_class.__name__} is.")
+    try:
+        with no_progress_bars():
+            head, report = head_class.from_pretrained(folder, output_loading_info=True)
+    except SafetensorError as error:
+        files = ", ".join(str(path.resolve()) for path in sorted(folder.glob("*.safetensors")))  # not links to them
+        raise ValueError(f"damaged weights ({error}): delete {files} and fetch them again.") from error
     wrong = {
         kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
     }
@@ -171,3 +218,18 @@ def narrowed(lm_head: nn.Linear, draft_ids: torch.Tensor | None) -> nn.Linear:
     if lm_head.bias is not None:
         cut.bias = nn.Parameter(lm_head.bias.detach()[draft_ids.to(rows.device)], requires_grad=False)
     return cut
+
+
+def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rows `(b, heads, n, d)` turned by their positions (RoPE, halves paired)."""
+    left, right = rows.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def copy_scale(norm: nn.RMSNorm, source: nn.Module | None) -> None:
+    """Gives `norm` the scale of another RMS norm, read off what it makes of ones (Gemma's adds 1 to its weight)."""
+    if "RMSNorm" in type(source).__name__:
+        with torch.no_grad():
+            norm.weight.copy_(
+                source(torch.ones_like(norm.weight, dtype=source.weight.dtype, device=source.weight.device))
+            )

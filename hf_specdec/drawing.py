@@ -1,4 +1,4 @@
-"""Drawing: answers, charts and draft trees as HTML and SVG for the Space; no script, no font and no network in them."""
+"""Drawing: messages, answers and bars as HTML for the Space; no script, no font and no network in them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from itertools import groupby
 
 from hf_specdec.stats import STAGES
 
-NODE_WIDTH, NODE_HEIGHT, COLUMN_WIDTH, ROW_HEIGHT = 92, 26, 118, 34  # of the tree, in pixels
-
 STYLE = """
 .sd, .sd-head { --drafted: #c5ebdd; --accent: #0b6b5f; --own: #a34a06; --muted: #556070; --near: #8a5a00; --bad: #b42318;
   --prefill: #64748b; --draft: #e08a00; --verify: #0d8a7d; --accept: #5b5bd6; --compact: #c83e8c; --other: #a8b3c2; }
 .dark .sd, .dark .sd-head { --drafted: #0f5247; --accent: #5fe0c9; --own: #f5b04c; --muted: #a9b5c6; --near: #f2c265;
   --bad: #ff9a8f; --prefill: #94a3b8; --draft: #f5a623; --verify: #2bb8a6; --accept: #9a9af5;
   --compact: #ef7db8; --other: #64748b; }
+.dark { --color-accent: #2bb8a6; }
 .sd, .sd * { box-sizing: border-box; }
 .sd { color: var(--body-text-color); font-size: 14px; line-height: 1.5; }
-.sd-head h1 { font-size: 26px; font-weight: 700; margin: 0 0 4px; }
+.sd h2 { font-size: 18px; font-weight: 600; margin: 0 0 4px; color: var(--body-text-color); }
+.sd-head h1 { font-size: clamp(21px, 5vw, 26px); font-weight: 700; margin: 0 0 4px; }
 .gradio-container .sd-head p { margin: 0; max-width: 78ch; color: var(--muted); }
 #columns { flex-wrap: wrap; } #columns > * { flex: 1 1 260px; min-width: min(100%, 260px) !important; }
 #columns > *, #columns > * > * { padding: 0; }
+#columns .html-container, #columns .html-container > div, #columns .sd { height: 100%; }
+#status:not(:has(.sd)), #columns:not(:has(.sd)), #summary:not(:has(.sd)) { display: none; }
+@media (max-width: 480px) { .tab-container button { padding-inline: 7px; font-size: 13px; } }
 .sd-card { border: 1px solid var(--border-color-primary); border-radius: 10px; padding: 14px;
   background: var(--background-fill-primary); min-height: 150px; height: 100%; }
 .sd-card header { display: flex; justify-content: space-between; align-items: baseline; gap: 8px; flex-wrap: wrap; }
@@ -46,7 +49,7 @@ STYLE = """
 .sd p[role] { margin: 0; }
 .sd-bars { display: grid; grid-template-columns: minmax(70px, max-content) 1fr max-content; gap: 5px 10px;
   align-items: center; max-width: 860px; font-variant-numeric: tabular-nums; }
-.sd-bars > span:nth-child(3n+1) { overflow-wrap: anywhere; max-width: 36vw; }
+.sd-bars > span:nth-child(3n+1) { max-width: min(36vw, 34ch); overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .sd-track { background: var(--background-fill-secondary); border-radius: 4px; height: 16px; }
 .sd-track i { display: block; height: 100%; border-radius: 4px; background: var(--verify); min-width: 2px; }
 .sd-track i.reference { background: var(--prefill); }
@@ -70,6 +73,43 @@ STYLE = """
 .sd-tree .target rect { stroke: var(--own); stroke-width: 2; stroke-dasharray: 2 2; }
 .sd-tree path { fill: none; stroke: var(--muted); }
 .sd-tree path.kept { stroke: var(--accent); stroke-width: 2.5; }
+.sd-advice ol { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 250px), 1fr)); gap: 12px;
+  list-style: none; margin: 0 0 12px; padding: 0; }
+.sd-advice .sd-card { min-height: 0; } .sd-advice .sd-facts { grid-template-columns: 1fr; }
+.sd-advice dd { font-size: 26px; color: var(--accent); }
+.sd-advice article p { margin: 0 0 6px; }
+.sd-plane { position: relative; height: min(420px, 80vw); max-width: 860px; margin: 26px 44px 24px 30px;
+  border: solid var(--muted); border-width: 0 0 1px 1px; font-size: 12px; font-variant-numeric: tabular-nums; }
+.sd-plane svg { position: absolute; width: 100%; height: 100%; }
+.sd-plane path { fill: none; stroke: var(--other); stroke-width: 1; vector-effect: non-scaling-stroke; }
+.sd-plane path.even { stroke: var(--muted); stroke-width: 2.5; }
+.sd-plane path.loss { fill: var(--other); opacity: 0.18; stroke: none; }
+.sd-plane > span:not([tabindex]) { position: absolute; color: var(--muted); white-space: nowrap; }
+.sd-plane .side { transform: translate(6px, -50%); } .sd-plane .top { transform: translate(-50%, -120%); }
+.sd-plane .y { left: 0; transform: translate(calc(-100% - 6px), -50%); }
+.sd-plane .x { top: 100%; transform: translate(-50%, 4px); }
+.sd-plane b { position: absolute; right: 8px; bottom: 6px; font-weight: 400; color: var(--muted); }
+.sd-plane i { position: absolute; width: 22px; height: 22px; margin: -11px 0 0 -11px; border-radius: 50%; text-align: center;
+  font-style: normal; line-height: 19px; border: 1.5px solid var(--muted); color: var(--body-text-color);
+  background: var(--background-fill-primary); cursor: default; }
+.sd-plane .needy i { border-style: dashed; }
+.sd-plane .best i { background: var(--accent); border-color: var(--accent); color: var(--background-fill-primary);
+  font-weight: 700; }
+.sd-plane em { display: none; position: absolute; z-index: 3; left: 8px; top: 8px; max-width: 80%; padding: 5px 9px;
+  font-style: normal; border-radius: 6px; color: var(--body-text-color); background: var(--background-fill-secondary);
+  border: 1px solid var(--border-color-primary); overflow-wrap: anywhere; pointer-events: none; }
+.sd-plane [tabindex]:hover em, .sd-plane [tabindex]:focus em { display: block; }
+.sd-plane [tabindex]:hover i, .sd-plane [tabindex]:focus i { z-index: 2; outline: 3px solid var(--drafted); }
+.sd-plane [tabindex] { outline: none; }
+.sd-axis { text-align: right; max-width: 890px; padding-right: 44px; }
+.sd-scroll { overflow-x: auto; }
+.sd-scroll table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+.sd-scroll th, .sd-scroll td { padding: 5px 12px 5px 0; text-align: left; vertical-align: top; font-weight: 400;
+  border-bottom: 1px solid var(--border-color-primary); }
+.sd-scroll thead th { color: var(--muted); white-space: nowrap; }
+.sd-scroll td:nth-child(2) { min-width: 130px; max-width: 280px; overflow-wrap: anywhere; }
+.sd-scroll td:nth-child(8) { min-width: 230px; } .sd-scroll td:nth-child(9) { min-width: 130px; }
+.sd-scroll .best { color: var(--accent); font-weight: 600; }
 """
 
 LEGEND = (
@@ -89,11 +129,33 @@ def status(message: str) -> str:
     return f'<div class="sd"><p role="status">{safe(message)}</p></div>'
 
 
+def progress(outcome: Mapping) -> str:
+    """The line above the columns, of what `run_methods` yields; with a legend once there are columns."""
+    if "error" in outcome:
+        return alert(outcome["error"])
+    if "status" in outcome:
+        return status(outcome["status"])
+    states = [f"{column['method']}: {column['state']}" for column in outcome["columns"]]
+    return status(("Finished. " if outcome["done"] else "") + " · ".join(states)) + LEGEND
+
+
+def summary(outcome: Mapping) -> str:
+    """The columns' speeds as bars, with the conditions they hold under."""
+    rows = []
+    for column in outcome["columns"]:
+        if column["tokens"]:
+            words = f"{column['tokens_per_second']:.1f} tokens/s"
+            words += f" · {column['speedup']:.2f}×" if column["speedup"] is not None else ""
+            rows.append((column["method"], column["tokens_per_second"], words))
+    note = " · ".join(f"{key} {value}" for key, value in outcome["conditions"].items())
+    return bars("Tokens per second, the prompt's reading included", rows, note=f"One run: {note}")
+
+
 def column(run: Mapping) -> str:
     """One method's answer, its figures and its charts.
 
     Args:
-        run (`Mapping`): as `app.py` yields them: method, state, pieces, figures, and badge or message where it has one.
+        run (`Mapping`): as `new_column` makes it and `decode` fills it.
     """
     parts = [f'<header><h3>{safe(run["method"])}</h3><span class="sd-state">{safe(run["state"])}</span></header>']
     if run["message"]:
@@ -171,84 +233,17 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]], *, note: str, refer
         reference (`str`): label of the bar that the others are compared with.
     """
     longest = max((value for _, value, _ in rows), default=0) or 1
-    lines = "".join(
-        f'<span>{safe(label)}</span><div class="sd-track" aria-hidden="true"><i style="width:{value / longest:.1%}" '
-        f'class="{"reference" if label == reference else ""}"></i></div><span>{safe(words)}</span>'
-        for label, value, words in rows
-    )
+    lines = ""
+    for label, value, words in rows:
+        kind = ' class="reference"' if label == reference else ""
+        lines += (
+            f'<span title="{safe(label)}">{safe(label)}</span><div class="sd-track" aria-hidden="true">'
+            f'<i style="width:{value / longest:.1%}"{kind}></i></div><span>{safe(words)}</span>'
+        )
     return (
         f'<section class="sd"><h4>{safe(title)}</h4><div class="sd-bars">{lines}</div>'
         f'<p class="sd-note">{safe(note)}</p></section>'
     )
-
-
-def tree(step: Mapping) -> str:
-    """One verification as SVG: the draft tree, its accepted nodes and the model's own token after them.
-
-    Args:
-        step (`Mapping`): words (of each node, the root's first), parents, accepted (node indices), own (the bonus token).
-    """
-    words, parents = [*step["words"], step["own"]], [*step["parents"], ([0, *step["accepted"]])[-1]]
-    own, accepted = len(words) - 1, set(step["accepted"])
-    x, y = places(parents, first={own, *accepted})
-    lines, nodes = [], []
-    for node, word in enumerate(words):
-        kind = "root" if node == 0 else "target" if node == own else "accepted" if node in accepted else "refused"
-        left, top = 6 + x[node] * COLUMN_WIDTH, 6 + y[node] * ROW_HEIGHT
-        if node:
-            start = 6 + x[parents[node]] * COLUMN_WIDTH + NODE_WIDTH
-            above, middle = (6 + y[i] * ROW_HEIGHT + NODE_HEIGHT / 2 for i in (parents[node], node))
-            bend = (start + left) / 2
-            kept = ' class="kept"' if kind == "accepted" else ""
-            lines.append(f'<path{kept} d="M{start} {above}C{bend} {above} {bend} {middle} {left} {middle}"/>')
-        shown = visible(word)
-        shown = ("✓ " if kind == "accepted" else "") + (shown if len(shown) < 11 else f"{shown[:9]}…")
-        nodes.append(
-            f'<g class="{kind}"><title>{safe(visible(word))}: {NODE_KINDS[kind]}</title><rect x="{left}" y="{top}" '
-            f'width="{NODE_WIDTH}" height="{NODE_HEIGHT}" rx="6"/><text x="{left + NODE_WIDTH / 2}" y="{top + 17}" '
-            f'text-anchor="middle">{safe(shown)}</text></g>'
-        )
-    width, height = 12 + max(x) * COLUMN_WIDTH + NODE_WIDTH, 12 + max(y) * ROW_HEIGHT + NODE_HEIGHT
-    drafted = len(words) - 2
-    path = " → ".join(visible(words[node]) for node in step["accepted"]) or "none"
-    summary = f"{drafted} drafted, {len(accepted)} accepted: {path}; then the model's own {visible(step['own'])}"
-    return (
-        f'<section class="sd"><p>{safe(summary)}</p><div class="sd-tree" tabindex="0" role="region" aria-label="draft '
-        f'tree"><svg width="{width}" height="{height}" role="img" aria-label="{safe(summary)}">'
-        f'{"".join(lines + nodes)}</svg></div><p class="sd-note">✓ solid: drafted and accepted. Dashed: drafted and '
-        "refused. Dotted: the model's own token. Left: the last token before the step.</p></section>"
-    )
-
-
-NODE_KINDS = {
-    "root": "last token of the text",
-    "target": "the model's own token",
-    "accepted": "drafted and accepted",
-    "refused": "drafted and refused",
-}
-
-
-def places(parents: Sequence[int], *, first: set[int]) -> tuple[list[int], list[float]]:
-    """Column and row of each node: the nodes in `first` run along the top, and no two nodes share a place."""
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            children[parent].append(node)
-    x, y, rows = [0] * len(parents), [0.0] * len(parents), 0
-    stack = [0]
-    while stack:  # depth first; a node's first child stays in its row, each other one opens a new row
-        node = stack.pop()
-        below = sorted(children[node], key=lambda child: (child not in first, child))
-        for i, child in reversed(list(enumerate(below))):
-            x[child] = x[node] + 1
-            y[child] = -1 if i else 0  # -1: a new row, given when its turn comes
-            stack.append(child)
-        if y[node] < 0:
-            rows += 1
-            y[node] = rows
-        elif node:
-            y[node] = y[parents[node]]
-    return x, y
 
 
 def visible(word: str) -> str:

@@ -18,10 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.compare import PLAIN, conditions, encode, first_difference, synchronize
+from hf_specdec.columns import Pieces, judge, new_column, read_drafts
+from hf_specdec.compare import PLAIN, conditions, encode, synchronize
 from hf_specdec.generator import SpecGenerator, make_generator
+from hf_specdec.methods import SHIPPED
 from hf_specdec.methods.sps import SpSGen
-from hf_specdec.models import EMBEDDED, HUB_TIMEOUT, load_model
+from hf_specdec.models import EMBEDDED, EMBEDDED_HEADS, HUB_TIMEOUT, load_model
 
 ZERO_GPU = bool(os.environ.get("SPACES_ZERO_GPU"))  # a Space whose GPU is lent to one call at a time
 MODELS = os.environ.get("HF_SPECDEC_MODELS", f"{EMBEDDED},HuggingFaceTB/SmolLM2-360M-Instruct").split(",")
@@ -63,23 +65,6 @@ class Stop(StoppingCriteria):
         return torch.full((input_ids.shape[0],), not goes_on(self.run), device=input_ids.device)
 
 
-class Pieces:
-    """Turns tokens into the text each adds; one that ends inside a character waits for the rest of it."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer, self.line, self.shown = tokenizer, [], ""
-
-    def add(self, token: int, *, last: bool = False) -> str:
-        self.line.append(token)
-        text = self.tokenizer.decode(self.line, skip_special_tokens=True)
-        if text.endswith("\ufffd") and not last:
-            return ""
-        piece, self.shown = text[len(self.shown) :], text
-        if text.endswith("\n"):
-            self.line, self.shown = [], ""
-        return piece
-
-
 def goes_on(run: str) -> bool:
     return os.path.exists(os.path.join(running.name, run))
 
@@ -118,10 +103,13 @@ def make(spec: str, dtype: str) -> SpecGenerator | None:
         return None
     head, _, options = spec.partition("?")
     name, _, drafter = head.partition(":")
-    if drafter and drafter not in MODELS and not (HUB_ID.fullmatch(drafter) or PARTS.fullmatch(drafter)):
+    shipped = SHIPPED.get(drafter) == name
+    if drafter and not (shipped or drafter in MODELS or HUB_ID.fullmatch(drafter) or PARTS.fullmatch(drafter)):
         raise ValueError(f"{drafter!r} is no Hub id: write owner/name, or choose from the list.")
     if not OPTIONS.fullmatch(options):
         raise ValueError(f"options {options!r}: write name=value&name=value, with numbers below 1000 or words.")
+    if shipped:
+        return make_generator(f"{name}:{EMBEDDED_HEADS / drafter}?{options}")
     generator = make_generator(spec)
     if isinstance(generator, SpSGen) and drafter:
         generator.drafter = load(drafter, dtype)[0]
@@ -130,19 +118,23 @@ def make(spec: str, dtype: str) -> SpecGenerator | None:
     return generator
 
 
+def settings_of(model: str | None, dtype: str, max_new_tokens: float, temperature: float, seed: float | None) -> dict:
+    """The settings of a run, from fields that may be empty."""
+    return {
+        "model": (model or "").strip(),
+        "dtype": dtype,
+        "max_new_tokens": int(max_new_tokens),
+        "temperature": float(temperature),
+        "seed": int(seed or 0),
+    }
+
+
 def read_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, device: torch.device | str) -> torch.Tensor:
     """Token ids `(1, t)` of a conversation that awaits its next answer."""
     if not tokenizer.chat_template:
         return encode(tokenizer, "\n\n".join(message["content"] for message in messages), device=device)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to(device)
-
-
-def new_column(spec: str) -> dict:
-    """A column before its turn: plain types only, which cross processes and go out as JSON."""
-    figures = dict.fromkeys(("tokens_per_second", "speedup", "tokens_per_step", "seconds", "badge"))
-    lists = {name: [] for name in ("ids", "pieces", "accepted_lengths", "notes", "steps")}
-    return {"method": spec, "state": "waiting", "message": "", "tokens": 0} | figures | lists
 
 
 def decode(column: dict, model, tokenizer, input_ids, *, run: str, settings: dict) -> Iterator[None]:
@@ -216,45 +208,6 @@ def record_drafts(generator: SpecGenerator, drafts: list) -> None:
     generator.draft = recorded
 
 
-def read_drafts(drafts: list, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict]:
-    """The verifications to step through: what was drafted, what of it was accepted, and the model's own token after it."""
-    ends = [emitted for emitted, _ in drafts[1:]] + [len(ids)]
-    for (start, tree), end in zip(drafts, ends, strict=True):
-        written = ids[start:end]
-        path = tree.follow(written[:-1])[1:]
-        if len(tree) > 1 and len(path) < len(written):
-            words = tokenizer.batch_decode([[token] for token in tree.host[0]])
-            own = tokenizer.decode(written[len(path)])
-            yield {"token": start, "words": words, "parents": tree.host[1], "accepted": path, "own": own}
-
-
-def judge(column: dict, plain: dict, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
-    """Sets the speed-up over plain decoding, and says whether the text is plain decoding's."""
-    if column["state"] == "failed" or not (column["ids"] and plain["ids"]):
-        return
-    if column is plain:
-        column["badge"] = ("reference", "plain decoding: the text and the time to compare with")
-        return
-    column["speedup"] = column["tokens_per_second"] / plain["tokens_per_second"]
-    texts = [plain["ids"], column["ids"]]
-    if "stopped" in (column["state"], plain["state"]):
-        texts = [text[: min(map(len, texts))] for text in texts]
-    difference = first_difference(model, input_ids, *texts)
-    precise = model.dtype in (torch.float32, torch.float64)
-    if difference is None:
-        so_far = "" if len(texts[0]) == len(plain["ids"]) == len(column["ids"]) else ", as far as it got"
-        column["badge"] = ("same", f"✓ identical to plain decoding{so_far}")
-        return
-    place = f"from token {difference.index + 1} on (margin there: {difference.margin:.3g} logits)"
-    if not column["promises"]:
-        column["badge"] = ("near", f"another text than plain decoding {place}, as this method's options allow")
-    elif not precise:
-        dtype = str(model.dtype).removeprefix("torch.")
-        column["badge"] = ("near", f"≈ leaves plain decoding {place}: in {dtype} near-ties may flip")
-    else:
-        column["badge"] = ("differs", f"✗ differs from plain decoding {place}")
-
-
 def decode_all(run: str, messages: list[dict], specs: list[str], settings: dict) -> Iterator[dict]:
     """Yields the state of all columns while one after the other writes; what it takes and yields can be pickled."""
     model, tokenizer = load(settings["model"], settings["dtype"])
@@ -287,7 +240,7 @@ def run_methods(
 
     Args:
         specs (`list[str]`): "plain" first, then methods as `make_generator` reads them.
-        settings (`dict`): model, dtype, max_new_tokens, temperature and seed.
+        settings (`dict`): as `settings_of` returns them.
         history (`list[dict]`, *optional*): the conversation before the prompt.
         run (`str`, *optional*): what `start_run` returned; `stop_run` ends it within a step.
         decode_all (`Callable`): `decode_all`, or what runs it on a GPU lent for the call.

@@ -355,6 +355,19 @@ def load_tokenizer(model_id_or_path: str | None = EMBEDDED) -> PreTrainedTokeniz
     return AutoTokenizer.from_pretrained(model_id_or_path, trust_remote_code=False)
 
 
+def stored_file(model: PreTrainedModel, file: str) -> Path | None:
+    """Return where a file lies that is stored on this machine with a model, or `None` where there is none."""
+    name = model.config.name_or_path
+    folder = _converted_folder() if name.startswith(f"{HUB_ID} (") else Path(name)
+    if name and folder.is_dir():
+        return folder / file if (folder / file).is_file() else None
+    try:
+        path = try_to_load_from_cache(name, file, revision=getattr(model.config, "_commit_hash", None))
+    except ValueError:  # no name of a repository
+        return None
+    return Path(path) if isinstance(path, str) else None
+
+
 def stored_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer stored on this machine with a model, or `None` where there is none."""
     name = model.config.name_or_path

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +37,9 @@ def regenerate_command(
     split: Annotated[str, typer.Option("--split", help="Of a Hub data set.")] = "train",
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Take only so many records.")] = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Prompts to write for 'self'.")] = 2000,
+    quote: Annotated[
+        int, typer.Option("--quote", min=0, help="Records whose prompts stand before each one's own: long contexts.")
+    ] = 0,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1)] = 32,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 512,
     max_prompt_tokens: Annotated[
@@ -57,7 +62,9 @@ def regenerate_command(
     if source == "self":
         counts = write_own(model, tokenizer, output, num_prompts=num_prompts, **limits)
     else:
-        counts = regenerate(model, tokenizer, read_records(source, split=split)[:limit], output, **limits)
+        records = read_records(source, split=split)
+        records = (quoting(records, quote, seed=seed) if quote else records)[:limit]
+        counts = regenerate(model, tokenizer, records, output, **limits)
     print(", ".join(f"{count} {what}" for what, count in counts.items()))
 
 
@@ -119,6 +126,19 @@ def regenerate(
                 file.flush()
                 progress.advance(task, len(batch))
     return counts
+
+
+def quoting(records: Sequence[dict], num_quoted: int, *, seed: int = 0) -> list[dict]:
+    """The records' prompts, each behind those of `num_quoted` others: texts as long as with documents in them."""
+    conversations = []
+    for index, record in enumerate(records):
+        with suppress(Unusable):
+            conversations.append(prompts_of(read_messages(record, index=index)))
+    asked, drawn = [messages[-1]["content"] for messages in conversations], random.Random(seed)
+    for messages in conversations:
+        content = "\n\n".join([*drawn.sample(asked, num_quoted), messages[-1]["content"]])
+        messages[-1] = messages[-1] | {"content": content}
+    return [{"messages": messages} for messages in conversations]
 
 
 def read_done(output: Path) -> set[int]:

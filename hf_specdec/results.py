@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -12,9 +12,28 @@ from huggingface_hub import snapshot_download
 
 from hf_specdec.drawing import bars
 
-FILTERS = ("model", "method", "task", "hardware")
-FIGURES = ("dtype", "speedup", "tokens_per_step", "tokens_per_second")
-HEADERS = [*FILTERS, "dtype", "speed-up", "tokens/step", "tokens/s"]
+FILTERS = ("report", "model", "method", "task", "hardware")
+COLUMNS = {  # of the table: name in a row, heading
+    "method": "method",
+    "task": "task",
+    "speedup": "speed-up",
+    "tokens_per_step": "tokens/step",
+    "tokens_per_second": "tokens/s",
+    "model": "model",
+    "dtype": "dtype",
+    "hardware": "hardware",
+    "report": "report",
+}
+COSTS = (  # what `advice` reads besides
+    "speedup_low",
+    "speedup_high",
+    "answers",
+    "temperature",
+    "drafted_per_step",
+    "ms_per_step",
+    "draft_ms",
+    "plain_ms_per_token",
+)
 OVERALL = "overall"  # the task of rows over all tasks
 
 
@@ -26,30 +45,51 @@ def read_dataset(repo_id: str) -> list[dict]:
 
 
 def read_folder(folder: Path) -> list[dict]:
-    """Rows of all reports under a folder: JSON files with "rows", each with a method and a speed-up at least.
-
-    What a row does not say itself (hardware, dtype, ...) is taken from its file's "conditions".
-    """
+    """Rows of all reports under a folder: JSON files with "rows", each with a method and a speed-up at least."""
     rows = []
     for path in sorted(folder.rglob("*.json")):
+        place = path.relative_to(folder).parts
         try:
-            report = json.loads(path.read_text(encoding="utf-8"))
-            rows += [flat(row, report.get("conditions") or {}) for row in report["rows"]]
+            rows += read_report(json.loads(path.read_text(encoding="utf-8")), name=place[0].removesuffix(".json"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # another kind of file
             continue
-    return [row for row in rows if row["method"] and isinstance(row["speedup"], int | float)]
+    return rows
 
 
-def flat(row: Mapping, conditions: Mapping) -> dict:
-    """A report's row with what its file says of all rows, under the names of `FILTERS` and `FIGURES`."""
-    known = {**conditions, **row}
-    known["task"] = known.get("task") or known.get("kind") or OVERALL
-    return {name: known.get(name) for name in (*FILTERS, *FIGURES)}
+def read_report(report: Mapping, *, name: str) -> list[dict]:
+    """A report's rows; what one does not say itself (hardware, dtype, ...) is taken from the report's conditions.
+
+    `block_16` is what the forward over a block of 16 tokens cost in the run, in forwards over one; None if not measured.
+    """
+    rows, runs = [], {row.get("run", 0) for row in report["rows"]}
+    for row in report["rows"]:
+        known = {**(report.get("conditions") or {}), **row}
+        run = row.get("run", 0)
+        known["task"] = known.get("task") or known.get("kind") or OVERALL
+        known["report"] = f"{name}, run {run + 1}" if len(runs) > 1 else name
+        known["block_16"] = block_16((report.get("verify_curves") or {run: {}})[run])
+        if known.get("method") and isinstance(known.get("speedup"), int | float):
+            rows.append({key: known.get(key) for key in (*COLUMNS, *COSTS, "block_16")})
+    return rows
+
+
+def block_16(curves: Mapping[str, Mapping[str, float]]) -> float | None:
+    """What a block of 16 tokens costs in single tokens, behind the longest context measured."""
+    if not curves:
+        return None
+    curve = curves[max(curves, key=int)]
+    return curve["16"] / curve["1"]
 
 
 def select(rows: Sequence[dict], wanted: Mapping[str, Sequence[str]]) -> list[dict]:
     """The rows whose values are wanted; nothing wanted of a name means that all are."""
     return [row for row in rows if all(not values or str(row[name]) in values for name, values in wanted.items())]
+
+
+def choices(rows: Sequence[dict]) -> Iterator[list[str]]:
+    """What each of `FILTERS` can choose from."""
+    for name in FILTERS:
+        yield sorted({str(row[name]) for row in rows})
 
 
 def charts(rows: Sequence[dict]) -> str:
@@ -70,7 +110,4 @@ def charts(rows: Sequence[dict]) -> str:
 
 def table(rows: Sequence[dict]) -> list[list]:
     """The rows as lists, figures rounded."""
-    return [
-        [round(row[name], 3) if isinstance(row[name], float) else row[name] for name in (*FILTERS, *FIGURES)]
-        for row in rows
-    ]
+    return [[round(row[name], 2) if isinstance(row[name], float) else row[name] for name in COLUMNS] for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field, fields
+from typing import ClassVar
 
 import torch
 
@@ -31,6 +32,10 @@ class SpecStats:
         seconds (`dict[str, float]`):
             Wall time by stage. Forwards run asynchronously on a GPU: unless `synchronize` is set, their time shows where
             their result is read, in "accept".
+        draft_parts (`dict[str, float]`):
+            Seconds within "draft" by what was done (head, tree, retrieval, ...), where a method tells; the rest of "draft"
+            is none of them. Nothing waits for the device at their ends: on a GPU a part shows the time to launch its work,
+            and the work itself shows in the part that reads its result, else in the rest.
         notes (`list[str]`): what a reader of the figures must know (drafts cut to chains, warm state, lossy options).
         synchronize (`bool`): wait for the device at the end of each stage, so that each shows its own time.
     """
@@ -44,13 +49,19 @@ class SpecStats:
     accepted_lengths: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    draft_parts: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     synchronize: bool = False
+
+    drafter: ClassVar[str] = ""  # of a hybrid, whose part drafts now
+
+    def __post_init__(self):
+        self._last_part = time.perf_counter()  # transformers' own loop starts no clock
 
     def start(self, device: torch.device) -> None:
         """Starts the clock. Stages are timed from one `lap` to the next, so together they cover all the time."""
         self._device = device if self.synchronize and device.type != "cpu" else None
-        self._last = time.perf_counter()
+        self._last = self._last_part = time.perf_counter()
 
     def lap(self, stage: str) -> None:
         """Books the time since the last lap on `stage`."""
@@ -58,7 +69,14 @@ class SpecStats:
             torch.accelerator.synchronize(self._device)
         now = time.perf_counter()
         self.seconds[stage] += now - self._last
-        self._last = now
+        self._last = self._last_part = now
+
+    def part(self, name: str) -> None:
+        """Books the time since the last lap or part on a part of drafting; the stage "draft" holds it as well."""
+        now = time.perf_counter()
+        name = f"{self.drafter} {name}".strip()
+        self.draft_parts[name] = self.draft_parts.get(name, 0.0) + now - self._last_part
+        self._last_part = now
 
     def emit(self, *, from_draft: bool) -> None:
         """Counts one emitted token."""

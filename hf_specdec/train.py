@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import shlex
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import torch
 import typer
 from accelerate import PartialState
-from huggingface_hub import HfApi
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec import METHODS
+from hf_specdec import METHODS, hub
+from hf_specdec.cards import hub_id
+from hf_specdec.compare import conditions
 from hf_specdec.data import ChatFormat, Chats, Example, frequent_ids, read_chats
 from hf_specdec.drafter import Drafter, load_head, target_fields
 from hf_specdec.features import FeatureStore
@@ -77,6 +83,9 @@ def train(
     """Train a drafting head for a target, on chats whose answers the target wrote (`hf-specdec data regenerate`)."""
     from hf_specdec.trainer import HeadTrainer, last_checkpoint, prepare_arguments
 
+    about = {"command": as_command(locals()), "dataset": None if data == "self" else hub_id(data)}
+    if push_to_hub and target != EMBEDDED and hub_id(target) is None:
+        raise ValueError(f"--push-to-hub: the head's card must name its target's Hub id, and {target} is a folder's.")
     generator_class = trainable(method)
     options = read_fields(field)
     if from_head and (options or draft_vocab_size):
@@ -87,6 +96,8 @@ def train(
     state = PartialState(cpu=device == "cpu")
     model, tokenizer = load_model(target, dtype, device=device or state.device)
     if data == "self":
+        # what cannot be is an error now, not after hours of writing
+        make_head(generator_class.head_class, model, tokenizer, from_head=from_head, options=options)
         data = str(output / "self.jsonl")
         with state.main_process_first():  # the others find everything written
             write_own(model, tokenizer, Path(data), num_prompts=num_prompts, seed=seed)
@@ -143,9 +154,12 @@ def train(
     if trainer.skipped:
         print(f"skipped, their features are not finite: records {', '.join(map(str, sorted(trainer.skipped)))}")
     if trainer.is_world_process_zero():
-        save(head.to(model.dtype), output, log=trainer.state.log_history, report=report)
+        today = datetime.now(UTC).date().isoformat()
+        measured = dict(temperature=0.0, max_new_tokens=eval_new_tokens, answers=len(kept), date=today)
+        about |= {"conditions": conditions(model, **measured), "final": report, "log": trainer.state.log_history}
+        save(head.to(model.dtype), output, about)
         if push_to_hub:
-            push(output, push_to_hub)
+            print(hub.push(output, push_to_hub, base_model=None if target == EMBEDDED else hub_id(target)).commit_url)
 
 
 def trainable(method: str) -> type[SpecGenerator]:
@@ -183,7 +197,10 @@ def make_head(
         head = load_head(from_head, head_class).float()
         head.attach(model)
         return head
-    head = head_class.for_target(model, **options)
+    try:
+        head = head_class.for_target(model, **options)
+    except (StrictDataclassError, TypeError) as error:  # fields that there are not, or of another type
+        raise ValueError(f"--set: {error.__cause__ or error}") from error
     for name, value in target_fields(model, tokenizer).items():
         setattr(head.config, name, value)
     return head.float()
@@ -232,7 +249,9 @@ def acceptance(
     with torch.random.fork_rng(devices=[]):
         twin = type(head)(head.config)  # the generator casts its head to the target's dtype
     twin.load_state_dict(head.state_dict())
-    generator, pooled = generator_class(twin), SpecStats(emitted=1)
+    # a length that follows measured times would say as much of the machine as of the head
+    fixed = {"num_draft_tokens": 5} if "num_draft_tokens" in inspect.signature(generator_class).parameters else {}
+    generator, pooled = generator_class(twin, **fixed), SpecStats(emitted=1)
     for example in examples:
         prompt = torch.tensor([example.prompt_ids], device=model.device)
         model.generate(prompt, candidate_generator=generator, max_new_tokens=max_new_tokens, do_sample=False)
@@ -245,28 +264,27 @@ def acceptance(
     return {"tokens_per_step": pooled.tokens_per_step, **rates}
 
 
-def save(head: Drafter, output: Path, *, log: list[dict], report: dict) -> None:
+def as_command(given: dict) -> str:
+    """The command line of a training, without what is at its default or says where; paths by their names alone."""
+    words = ["hf-specdec", "train", given["method"]]
+    kinds = get_type_hints(train, include_extras=True)
+    for name, parameter in inspect.signature(train).parameters.items():
+        value = given[name]
+        if name in ("method", "resume", "push_to_hub", "report_to") or value == parameter.default:
+            continue
+        option = kinds[name].__metadata__[0].default  # where typer keeps the first name of an annotated option
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Path) or os.path.exists(str(item)):
+                item = os.path.basename(item)
+            words += [option] if item is True else [option, str(item)]
+    return shlex.join(words)
+
+
+def save(head: Drafter, output: Path, about: dict) -> None:
     """Writes the head, and beside it how its training went."""
     head.save_pretrained(output)
-    (output / "training.json").write_text(json.dumps({"final": report, "log": log}, indent=1))
-    print(json.dumps(report, indent=1), f"the head is in {output}", sep="\n")
-
-
-def push(output: Path, repository: str) -> None:
-    """Uploads the head without its checkpoints."""
-    hub = HfApi()
-    hub.create_repo(repository, exist_ok=True)
-    hub.upload_folder(
-        repo_id=repository,
-        folder_path=output,
-        ignore_patterns=[f"{CHECKPOINTS}/*", "*.jsonl"],
-        commit_message=f"Upload {head_name(output)}",
-    )
-
-
-def head_name(output: Path) -> str:
-    """The class of the head in a folder."""
-    return json.loads((output / "config.json").read_text())["architectures"][0]
+    (output / hub.TRAINING).write_text(json.dumps(about, indent=1))
+    print(json.dumps(about["final"], indent=1), f"the head is in {output}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from trained import CHATML, VOCAB_SIZE, byte_tokenizer
 
 from hf_specdec.data import ChatFormat, Example, encode_records, frequent_ids, read_chats
 from hf_specdec.models import load_tokenizer
-from hf_specdec.regenerate import regenerate, write, write_own
+from hf_specdec.regenerate import quoting, regenerate, write, write_own
 from hf_specdec.trainer import collate
 
 CHAT = [("user", "Hi"), ("assistant", "Hello."), ("user", "Bye?"), ("assistant", "Yes, bye.")]
@@ -158,6 +158,15 @@ def test_regenerated_answers_are_the_targets_and_an_interrupted_run_carries_on(t
     again = {row["index"]: row for row in map(json.loads, (tmp_path / "cut.jsonl").read_text().splitlines())}
     assert again == rows
     assert len(read_chats(str(tmp_path / "cut.jsonl"), tokenizer).examples) >= 4
+
+
+def test_quoting_puts_other_prompts_before_each_ones_own():
+    records = [{"prompt": f"question {i}"} for i in range(6)] + [{"prompt": " "}]
+    quoted = [record["messages"][-1]["content"].split("\n\n") for record in quoting(records, 2, seed=1)]
+    assert [parts[-1] for parts in quoted] == [f"question {i}" for i in range(6)]
+    assert all(len(parts) == 3 and set(parts) <= {f"question {i}" for i in range(6)} for parts in quoted)
+    assert len({tuple(parts[:-1]) for parts in quoted}) > 1
+    assert quoting(records, 2, seed=1) == quoting(records, 2, seed=1)
 
 
 def test_the_target_writes_its_own_prompts_from_the_bare_user_header(tmp_path):

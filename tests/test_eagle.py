@@ -10,8 +10,9 @@ from tiny import generate, prompt, shared, tiny
 from torch.nn import functional as F
 
 from hf_specdec import HybridGen, SAMGen
-from hf_specdec.checkpoints import export_eagle, load_eagle
-from hf_specdec.methods.eagle import EagleGen, EagleHead, Rows
+from hf_specdec.checkpoints import load_eagle
+from hf_specdec.export import export_eagle
+from hf_specdec.methods.eagle import EAGLE_1_TREE, EagleGen, EagleHead, Rows
 
 KINDS = {
     "eagle": {},
@@ -180,8 +181,47 @@ def test_the_tree_is_the_published_beam_reranked():
     assert checked == 1
 
 
+@torch.no_grad()
+def test_the_static_tree_is_the_published_one():
+    model = shared()
+    checked = 0
+
+    class Probe(EagleGen):
+        def draft(self, input_ids, *, max_depth):
+            nonlocal checked
+            head, (tokens, state), first = self.head, self.new, self.num_text_rows == 0
+            tree = super().draft(input_ids, max_depth=max_depth)
+            if first:
+                expected = set()
+                for path in EAGLE_1_TREE:
+                    rows, n, words = Rows(), len(tokens), ()
+                    mask = torch.zeros(n, n, dtype=state.dtype).masked_fill_(
+                        torch.ones(n, n).triu(1).bool(), -torch.inf
+                    )
+                    states, logits = head(tokens, state, torch.arange(n), rows, mask)
+                    for i, place in enumerate(path):
+                        words += (int(logits[-1].float().topk(4).indices[place]),)
+                        zeros = torch.zeros(1, n + i + 1, dtype=state.dtype)
+                        states, logits = head(
+                            torch.tensor(words[-1:]), states[-1:], torch.tensor([n + i]), rows, zeros
+                        )
+                    expected.add(words)
+                paths = {0: ()}
+                for node, (token, parent) in enumerate(zip(*tree.host, strict=True)):
+                    paths[node] = (*paths[parent], token) if node else ()
+                assert len(tree) == 26 and set(paths.values()) - {()} == expected
+                checked += 1
+            return tree
+
+    generate(model, prompt(9), Probe(head_for(model), tree="static"), max_new_tokens=30)
+    assert checked == 1
+    with pytest.raises(ValueError, match="'dynamic' or 'static'"):
+        EagleGen(head_for(model), tree="fixed")
+
+
 @pytest.mark.parametrize(
-    "options", [{"top_k": 1}, {"depth": 1, "top_k": 8}, {"depth": 8, "top_k": 1}, {"max_nodes": 60}]
+    "options",
+    [{"top_k": 1}, {"depth": 1, "top_k": 8}, {"depth": 8, "top_k": 1}, {"max_nodes": 60}, {"tree": "static"}],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trees_shape_never_changes_the_text(kind, options):

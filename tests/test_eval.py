@@ -97,7 +97,8 @@ def test_methods_take_turns_to_go_first_and_an_interrupted_run_goes_on(
     (whole,) = answered.glob("*.jsonl")
     lines = whole.read_text().splitlines(keepends=True)
     cut = tmp_path / whole.name
-    cut.write_text("".join(lines[:24]) + lines[24][:40])  # seven questions whole, one in part, and half a line
+    # seven questions whole, one in part, and half a line that ends inside a character
+    cut.write_bytes("".join(lines[:24]).encode() + lines[24][:40].encode() + "é".encode()[:1])
     result = evaluate_run(model_folder, questions_file, tmp_path, "--runs", "2")
     assert result.exit_code == 0, result.output
     assert cut.read_text().startswith("".join(lines[:24]))  # what was answered stays as it was
@@ -191,6 +192,12 @@ def test_questions_are_spread_over_a_task_and_the_tasks_alternate():
     questions = [Question(i, "writing" if i < 8 else "qa", ("x",)) for i in range(12)]
     assert [question.question_id for question in select(questions, 2)] == [0, 8, 4, 10]
     assert len(select(questions, None)) == 12
+
+
+def test_lines_of_a_file_end_at_line_feeds_alone(tmp_path):
+    path = tmp_path / "question.jsonl"
+    path.write_text('{"turns": ["one\u2028two\x85three"]}\n\n{"turns": ["four"]}\n')
+    assert [question.turns[0] for question in read_questions(str(path))[0]] == ["one\u2028two\x85three", "four"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import generate, noisy, prompt, shared, stored_texts
 
-from hf_specdec import HybridGen, LookaheadGen, PLDGen, RecyclingGen, RESTGen, SAMGen, SpSGen
+from hf_specdec import Datastore, HybridGen, LookaheadGen, PLDGen, RecyclingGen, RESTGen, SAMGen, SpSGen
 from hf_specdec.generator import Step
 from hf_specdec.methods.sam import SuffixAutomaton
 from hf_specdec.tree import DraftTree
@@ -44,14 +44,15 @@ def test_the_automaton_grows_linearly():
     assert len(automaton.next) < 2 * 2000
 
 
-def test_a_corpus_leads_where_its_match_is_longer_by_the_bias():
-    corpus = [5, 6, 7, 8, 9, 10, 11, 12, 13]
-    generator = SAMGen(corpus=corpus, corpus_bias=2)
-    generator.begin(torch.tensor([[1, 2, 5, 6, 7, 8]]))
-    assert generator.draft(torch.tensor([[8]]), max_depth=3).host[0][1:] == [9, 10, 11]
-    generator = SAMGen(corpus=corpus, corpus_bias=4)
-    generator.begin(torch.tensor([[1, 2, 5, 6, 7, 8]]))
-    assert len(generator.draft(torch.tensor([[8]]), max_depth=3)) == 1
+def test_a_corpus_drafts_beside_the_text_by_estimated_probability(tmp_path):
+    texts = [[5, 6, 7, 8, 9, 10, 11]] * 3
+    datastore = Datastore.build(texts, tmp_path / "texts", vocab_size=97, tokenizer_hash="tiny")
+    ids = torch.tensor([[8, 50, 1, 2, 5, 6, 7, 8]])
+    generator = SAMGen(corpus=datastore)
+    generator.begin(ids)
+    tree = generator.draft(ids, max_depth=3)
+    assert len(tree.follow([9, 10, 11, 0])) == 4 and len(tree.follow([50, 0])) == 2
+    assert tree.host[0][1] == 9, "four tokens matched in the corpus, one in the text"
 
 
 def test_no_match_drafts_nothing():

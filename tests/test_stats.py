@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import GENERATORS, Oracle, dealt, generate, make, prompt, shared
 
-from hf_specdec import DraftTree, SpecStats
+from hf_specdec import METHODS, DraftTree, SpecStats
 from hf_specdec.stats import STAGES
 
 
@@ -124,6 +124,39 @@ def test_seconds_cover_the_whole_call():
     assert stats.seconds["verify"] > 0 and stats.seconds["prefill"] > 0
     assert stats.total_seconds == pytest.approx(sum(stats.seconds.values()))
     assert stats.tokens_per_second == pytest.approx(99 / (stats.total_seconds - stats.seconds["prefill"]))
+
+
+PARTS = {
+    "eagle": {"head", "tree"},
+    "medusa": {"head", "tree"},
+    "kangaroo": {"layers", "head", "tree"},
+    "sps": {"model"},
+    "rest": {"retrieval", "tree"},
+    "recycling": {"table", "tree"},
+    "hybrid": {"sam", "recycling table", "recycling tree", "recycling", "merge"},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_parts_of_drafting_are_parts_of_its_time(name):
+    generator = make(name, shared())
+    generate(shared(), prompt(9), generator)
+    stats = generator.stats
+    assert set(stats.seconds) == set(STAGES) and stats.seconds["draft"] > 0
+    assert PARTS.get(name, set()) <= set(stats.draft_parts)
+    assert all(seconds >= 0 for seconds in stats.draft_parts.values())
+    assert sum(stats.draft_parts.values()) <= stats.seconds["draft"] * (1 + 1e-9)
+
+
+def test_parts_wait_for_no_device(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
+    stats = SpecStats(synchronize=True)
+    stats.start(torch.device("meta"))  # any that is no CPU
+    for _ in range(5):
+        stats.part("head")
+    stats.lap("draft")
+    assert len(waits) == 1 and set(stats.draft_parts) == {"head"}
 
 
 def test_each_call_has_its_own_stats():

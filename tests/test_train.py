@@ -10,6 +10,7 @@ import pytest
 import torch
 import typer
 from accelerate.state import AcceleratorState
+from huggingface_hub import ModelCard
 from tiny import generate, prompt, tiny
 from torch import nn
 from torch.nn import functional as F
@@ -127,8 +128,9 @@ class Interrupt(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_ends_at_the_same_weights(tmp_path, data, monkeypatch):
-    options = dict(max_steps=8, accumulate=2, batch_size=2)
+@pytest.mark.parametrize("method", ["linear", "sps"])
+def test_an_interrupted_run_ends_at_the_same_weights(tmp_path, data, monkeypatch, method):
+    options = dict(max_steps=8, accumulate=2, batch_size=2, method=method)
     whole = run(data, tmp_path / "whole", **options)
     started = HeadTrainer.train
     monkeypatch.setattr(
@@ -341,12 +343,26 @@ def test_wrong_requests_are_errors_before_any_work(tmp_path, data, monkeypatch):
         training.train("linear", data, tmp_path, field=["depth"])
 
 
-def test_a_pushed_head_leaves_its_checkpoints_at_home(tmp_path, data, monkeypatch):
-    calls = []
-    monkeypatch.setattr(training.HfApi, "create_repo", lambda self, *args, **kwargs: calls.append(args))
-    monkeypatch.setattr(training.HfApi, "upload_folder", lambda self, **kwargs: calls.append(kwargs))
-    run(data, tmp_path / "head", push_to_hub="me/head", max_steps=1)
-    assert calls[0] == ("me/head",) and "checkpoints/*" in calls[1]["ignore_patterns"]
+def test_a_pushed_head_leaves_its_checkpoints_at_home_and_says_how_it_was_trained(tmp_path, data, hub):
+    run(data, tmp_path / "head", push_to_hub="user/head", target="user/target", max_steps=1)
+    repo = hub.repos["model", "user/head"]
+    assert len(repo.messages) == 2
+    assert set(repo.files()) == {".gitattributes", "README.md", "config.json", "model.safetensors", "training.json"}
+    training = json.loads(repo.files()["training.json"])
+    command = training["command"]
+    assert command.startswith(f"hf-specdec train linear --data {Path(data).name} --output head --target user/target")
+    assert " --max-steps 1 " in command and "push" not in command and str(tmp_path) not in command
+    card = ModelCard(repo.files()["README.md"].decode())
+    assert command in card.text and card.data.base_model == "user/target"
+    (result,) = card.data.eval_results
+    assert result.metric_value == pytest.approx(training["final"]["eval_tokens_per_step"], abs=1e-4)
+    assert {"hardware", "dtype", "temperature", "date"} < set(result.metric_args)
+
+
+def test_a_head_for_a_folders_model_is_not_trained_to_be_pushed(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(training, "load_model", None)
+    with pytest.raises(ValueError, match="must name its target's Hub id"):
+        training.train("linear", data, tmp_path, target=str(tmp_path), push_to_hub="user/head")
 
 
 def test_the_command_line_takes_every_option(tmp_path, data):

@@ -171,14 +171,19 @@ def stored_texts(target: PreTrainedModel) -> Datastore:
 MAKERS = {
     "sps": lambda target: METHODS["sps"](noisy(target)),
     "rest": lambda target: METHODS["rest"](stored_texts(target)),
+    "sam-corpus": lambda target: METHODS["sam"](corpus=stored_texts(target)),
+    "sps-head": lambda target: METHODS["sps"](
+        noisy(METHODS["sps"].head_class.for_target(target).to(target.dtype)), num_branches=2, min_probability=0
+    ),
+    "eagle-static": lambda target: METHODS["eagle"](METHODS["eagle"].head_class.for_target(target), tree="static"),
     "eagle": lambda target: METHODS["eagle"](METHODS["eagle"].head_class.for_target(target), min_probability=0),
     "medusa": lambda target: METHODS["medusa"](METHODS["medusa"].head_class.for_target(target), min_probability=0),
     "kangaroo": lambda target: METHODS["kangaroo"](
         METHODS["kangaroo"].head_class.for_target(target, exit_layer=1), threshold=0, width=2, min_probability=0
     ),
 }
-"""How to make a method that needs a drafter of its own kind; heads are random, the others made without arguments."""
-GENERATORS = [*METHODS, *ORACLES]
+"""How to make a method, or a variant of one, that needs a drafter of its own kind; the others are made without arguments."""
+GENERATORS = [*METHODS, "sam-corpus", "sps-head", "eagle-static", *ORACLES]
 """Every name `make` knows: a law about what is verified is tested over this list."""
 SHORT = [*METHODS, "oracle-some", "oracle-tree"]
 """Every method, one oracle chain and one oracle tree: for laws with many cases of their own."""

@@ -10,11 +10,13 @@ for module in iter_modules(__path__):
     import_module(f"{__name__}.{module.name}")
 globals().update({generator.__name__: generator for generator in METHODS.values()})
 __all__ = [generator.__name__ for generator in METHODS.values()]
-SHIPPED = {"eagle2": "eagle"}  # folder in heads/ -> method
+# folder in heads/ -> method
+SHIPPED = {"eagle2": "eagle", "eagle3": "eagle", "kangaroo": "kangaroo", "medusa": "medusa", "sps": "sps"}
+SHIPPED = {name: method for name, method in SHIPPED.items() if (EMBEDDED_HEADS / name).is_dir()}
 
 
 def embedded_drafter(name: str) -> SpecGenerator:
-    """A generator with a head that ships for the embedded model: "eagle2".
+    """A generator with a head that ships for the embedded model: "eagle2", "eagle3", "kangaroo", "medusa" or "sps".
 
     Raises:
         ValueError: for another name.

@@ -14,10 +14,17 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from hf_specdec.checkpoints import load_eagle
-from hf_specdec.drafter import Drafter, DrafterConfig, check_ids, target_fields
+from hf_specdec.drafter import Drafter, DrafterConfig, check_ids, copy_scale, rotate, target_fields
 from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.models import EMBEDDED_HEADS
 from hf_specdec.tree import DraftTree
+
+# EAGLE-1's tree, 25 nodes: for each, the place of each token on its path among the likeliest children of the one before
+EAGLE_1_TREE = [
+    (0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (0, 0, 0), (0, 0, 1), (0, 0, 2),
+    (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0),
+    (0, 0, 0, 0, 1),
+]  # fmt: skip
 
 
 @strict
@@ -130,12 +137,6 @@ class EagleLayer(nn.Module):
         return hidden + self.down_proj(self.act(self.gate_proj(normed)) * self.up_proj(normed))
 
 
-def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rows `(b, heads, n, d)` turned by their positions (RoPE, halves paired)."""
-    left, right = rows.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
-
-
 class EagleHead(Drafter):
     """The drafting layer of EAGLE-1 and -2 (`fused=False`) or EAGLE-3, with a full or a reduced draft vocabulary."""
 
@@ -189,17 +190,23 @@ class EagleHead(Drafter):
 
     @torch.no_grad()
     def begin_like(self, model: PreTrainedModel) -> None:
-        """Starts by passing the feature through: the target's last layer where shapes agree, its two outputs at zero."""
-        own = dict(self.layer.named_parameters())
-        layers = next(module for module in model.get_decoder().children() if isinstance(module, nn.ModuleList))
+        """Starts by passing the last feature through: the target's last layer where shapes agree, its two outputs at zero."""
+        h = self.config.hidden_size
+        own, decoder = dict(self.layer.named_parameters()), model.get_decoder()
+        layers = next(module for module in decoder.children() if isinstance(module, nn.ModuleList))
         for name, parameter in layers[-1].named_parameters():
-            twin = own.get(".".join(name.split(".")[-2:]))
-            if twin is not None and twin.shape == parameter.shape:
-                twin.copy_(parameter)
+            mine = own.get(".".join(name.split(".")[-2:]))
+            if mine is not None:
+                mine = mine[:, -parameter.shape[1] :] if parameter.dim() == 2 else mine  # of a fused input, the state's part
+                if mine.shape == parameter.shape:
+                    mine.copy_(parameter)
         self.layer.o_proj.weight.zero_()
         self.layer.down_proj.weight.zero_()
-        if not self.config.fused and self.config.hidden_size == self.config.target_hidden_size:
-            self.fc.weight[:, self.config.hidden_size :].copy_(torch.eye(self.config.hidden_size))
+        if h == self.config.target_hidden_size:
+            if self.config.fused:
+                self.fc.weight.zero_()
+                copy_scale(self.norm, getattr(decoder, "norm", None))
+            self.fc.weight[:, -h:].copy_(torch.eye(h))
 
     def attach(self, model: PreTrainedModel) -> None:
         super().attach(model)
@@ -285,35 +292,39 @@ class EagleHead(Drafter):
         """Soft cross-entropy to the target's distribution, over `unroll` levels (EAGLE-3's training-time test).
 
         Index t holds the feature of token t and the token t+1; level i reads token t+1+i and the state of level i-1, and
-        predicts what the target says after it. It attends to the true rows up to t and to its own levels at t.
+        predicts what the target says after it. It attends to the true rows up to t and to its own levels at t. What stands
+        before the batch's first answer is only attended to: there keys and values are all that is computed.
         """
-        final = hidden[-1]  # [b, t, h]
         dtype = self.fc.weight.dtype
-        state = self.states([layer[:, :-1].to(dtype) for layer in hidden[:-1]])
+        state = self.states([layer[:, :-1].to(dtype) for layer in hidden[:-1]])  # [b, t-1, h]
         length = state.shape[1]
         positions = torch.arange(length, device=state.device).expand(len(state), -1)
         causal = torch.ones(length, length, dtype=torch.bool, device=state.device).tril()
+        trained = F.pad(loss_mask[:, 1:], (0, 1))  # [b, t], is what follows the token to be predicted
+        start = max(0, int(trained[:, 1:].any(dim=0).long().argmax()) + 1 - unroll)  # the first index that predicts
+        with torch.no_grad():
+            p = F.linear(hidden[-1][trained], self.target_rows().to(hidden[-1].dtype)).float().softmax(dim=-1)  # [m, w]
+            best = p.argmax(dim=-1)
+        numbers = trained.flatten().cumsum(0).view_as(trained) - 1  # [b, t], rows of p
         level_keys, level_values, total, metrics = [], [], 0.0, {}
         for level in range(min(unroll, length - 1)):
-            tokens = F.pad(input_ids[:, 1 + level :], (0, level))  # [b, t-1], the end wraps into masked places
+            begin = start if level else 0  # the state begins there from the second level on
+            tokens = F.pad(input_ids[:, 1 + level + begin :], (0, level))  # the end wraps into masked places
             embedded = self.embed(tokens).detach().to(dtype)
             inputs = state if self.config.fused else self.fc(torch.cat([embedded, state], dim=-1))
-            queries, keys, values, residual = self.layer.project(embedded, inputs, positions + level)
+            queries, keys, values, residual = self.layer.project(embedded, inputs, positions[:, begin:] + level)
             level_keys.append(keys)
             level_values.append(values)
-            output = self.layer.finish(attend_levels(queries, level_keys, level_values, causal), residual)
-            state = self.fed_back(output)
-            wanted = F.pad(loss_mask[:, 2 + level :], (0, level + 1))  # [b, t-1], is token t+2+level to be predicted
+            queries, residual = queries[:, :, start - begin :], residual[:, start - begin :]
+            output = self.layer.finish(attend_levels(queries, level_keys, level_values, causal[start:]), residual)
+            state = self.fed_back(output)  # [b, t-1-start, h]
+            wanted = F.pad(trained[:, 1 + level + start :], (0, level))  # [b, t-1-start], is token t+2+level trained
             if not wanted.any():
                 continue
-            logits = self.logits(output[wanted]).float()  # [m, w]
-            after = F.pad(final[:, 1 + level :], (0, 0, 0, level))[
-                wanted
-            ]  # [m, h], the target's state after the token
-            with torch.no_grad():
-                p = F.linear(after, self.target_rows().to(after.dtype)).float().softmax(dim=-1)
-            total = total + decay**level * -(p * logits.log_softmax(dim=-1)).sum(-1).mean()
-            metrics[f"top1_{level + 1}"] = (logits.argmax(-1) == p.argmax(-1)).float().mean()
+            rows = F.pad(numbers[:, 1 + level + start :], (0, level))[wanted]
+            log_q = self.logits(output[wanted]).float().log_softmax(dim=-1)  # [m', w]
+            total = total + decay**level * -(p[rows] * log_q).sum(-1).mean()
+            metrics[f"top1_{level + 1}"] = (log_q.argmax(-1) == best[rows]).float().mean()
         return total, metrics
 
     def target_rows(self) -> torch.Tensor:
@@ -344,6 +355,18 @@ def attend_levels(
     return attended
 
 
+def static_levels(paths: Sequence[tuple[int, ...]], *, top_k: int) -> list[tuple[list[int], list[int]]]:
+    """For each level of a static tree: which of its candidates, `top_k` of each expanded node, are nodes, and are expanded."""
+    nodes, parents, levels, frontier = set(paths), {path[:-1] for path in paths}, [], [()]
+    while frontier:
+        candidates = [(*path, place) for path in frontier for place in range(top_k)]
+        kept = [i for i, path in enumerate(candidates) if path in nodes]
+        expanded = [i for i in kept if candidates[i] in parents]
+        levels.append((kept, expanded))
+        frontier = [candidates[i] for i in expanded]
+    return levels
+
+
 class EagleGen(SpecGenerator):
     """Drafts a tree level by level (EAGLE-2): the likeliest nodes are expanded, and the likeliest of all are verified.
 
@@ -354,9 +377,13 @@ class EagleGen(SpecGenerator):
         depth (`int`): levels.
         max_nodes (`int`): nodes verified, the root included.
         min_probability (`float`): nodes estimated less likely than this are not verified.
+        min_level_probability (`float`):
+            On a CPU, a further level is drafted only where the nodes it would expand are together at least this likely. It
+            pays above about 2 T c: T tokens per step, and c what a level costs in target steps.
+        tree (`str`): "dynamic", or "static" for EAGLE-1's tree of 25 nodes, whose shape the options above do not change.
 
     Raises:
-        ValueError: if a count is below 1; at `bind`, if the head was made for another target.
+        ValueError: if a count is below 1, or for another tree; at `bind`, if the head was made for another target.
     """
 
     name = "eagle"
@@ -372,16 +399,26 @@ class EagleGen(SpecGenerator):
         depth: int = 5,
         max_nodes: int = 20,
         min_probability: float = 0.03,
+        min_level_probability: float = 0.15,
+        tree: str = "dynamic",
     ):
         super().__init__()
         for argument, value in (("top_k", top_k), ("depth", depth), ("max_nodes", max_nodes)):
             if value < 1:
                 raise ValueError(f"EagleGen({argument}={value}): it must be at least 1.")
+        if tree not in ("dynamic", "static"):
+            raise ValueError(f"EagleGen(tree={tree!r}): it must be 'dynamic' or 'static'.")
+        self.levels: list[tuple[list[int], list[int]]] | None = None  # of a static tree
+        if tree == "static":
+            top_k = 1 + max(map(max, EAGLE_1_TREE))
+            self.levels = static_levels(EAGLE_1_TREE, top_k=top_k)
+            depth, max_nodes = len(self.levels), 1 + len(EAGLE_1_TREE)
         self.head = head if head is not None else str(EMBEDDED_HEADS / "eagle2")
         self.top_k = top_k
         self.depth = depth
         self.max_nodes = max_nodes
         self.least_score = math.log(min_probability) if min_probability > 0 else -math.inf
+        self.min_level_probability = min_level_probability
         self.chain_only = top_k == 1
         self.bound: tuple | None = None  # to which model, and where that was
 
@@ -435,6 +472,7 @@ class EagleGen(SpecGenerator):
         self.rows.length = start  # the last draft's rows go, and the text's new rows come with their true features
         positions = torch.arange(start, start + n, device=root.device)
         state, logits = self.head(tokens, state, positions, self.rows, None)
+        self.stats.part("head")
         self.num_text_rows, self.new = start + n, None
         return self.grow(root, state, logits, depth=min(self.depth, max_depth))
 
@@ -444,17 +482,22 @@ class EagleGen(SpecGenerator):
         scores = torch.zeros(1, device=device)  # [f] log-probability of each expanded node
         frontier = torch.full((1,), -1, device=device)  # [f] their numbers among all candidates; -1 is the root
         above = torch.zeros(1, 0, dtype=torch.bool, device=device)  # [f, drafted rows] which of them lie above
-        all_tokens, all_scores, all_parents, created = [], [], [], 0
+        all_tokens, all_scores, all_parents, created, kept = [], [], [], 0, []
         for level in range(depth):
             likely, ids = logits.float().log_softmax(dim=-1).topk(k, dim=-1)  # [f, k]
             candidates = (scores[:, None] + likely).flatten()  # [f * k]
             all_tokens.append(self.head.target_ids(ids).flatten())
             all_scores.append(candidates)
             all_parents.append(frontier.repeat_interleave(k))
-            scores, best = candidates.topk(min(k, len(candidates)))
-            # the host may look, and stop, only where that costs nothing
-            hopeless = device.type == "cpu" and float(scores[0]) < self.least_score
-            if level + 1 == depth or hopeless:
+            if self.levels is None:
+                scores, best = candidates.topk(min(k, len(candidates)))
+                # on an accelerator the host's look would cost more than the level
+                enough = device.type == "cpu" and not self.worth_a_level(scores)
+            else:
+                kept += [created + i for i in self.levels[level][0]]
+                best = torch.tensor(self.levels[level][1], dtype=torch.int64, device=device)
+                scores, enough = candidates[best], False
+            if level + 1 == depth or enough:
                 break
             parent = best // k
             frontier, created = created + best, created + len(candidates)
@@ -463,17 +506,34 @@ class EagleGen(SpecGenerator):
             mask = state.new_zeros(len(best), self.num_text_rows + above.shape[-1])
             mask[:, self.num_text_rows :].masked_fill_(~above, -torch.inf)
             positions = torch.full((len(best),), self.num_text_rows + level, device=device)
+            self.stats.part("tree")
             state, logits = self.head(all_tokens[-1][best], state[parent], positions, self.rows, mask)
-        return self.select(root, torch.cat(all_tokens), torch.cat(all_scores), torch.cat(all_parents))
+            self.stats.part("head")
+        scores = torch.cat(all_scores)
+        kept = torch.tensor(kept, device=device) if kept else self.likeliest(scores)
+        return self.select(root, torch.cat(all_tokens), scores, torch.cat(all_parents), kept)
+
+    def worth_a_level(self, scores: torch.Tensor) -> bool:
+        """Whether nodes of these log-probabilities are together likely enough to be expanded."""
+        return float(scores[scores >= self.least_score].exp().sum()) >= self.min_level_probability
+
+    def likeliest(self, scores: torch.Tensor) -> torch.Tensor:
+        """The likeliest candidates `(m,)`: a parent is never less likely than its child and was made before it."""
+        order = scores.sort(descending=True, stable=True).indices[: self.max_nodes - 1]
+        return order[scores[order] >= self.least_score].sort().values
 
     def select(
-        self, root: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor
+        self,
+        root: torch.Tensor,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        parents: torch.Tensor,
+        kept: torch.Tensor,
     ) -> DraftTree:
-        """The tree of the likeliest candidates: a parent is never less likely than its child and was made before it."""
-        order = scores.sort(descending=True, stable=True).indices[: self.max_nodes - 1]
-        kept = order[scores[order] >= self.least_score].sort().values  # [m]
+        """The tree of the `kept` candidates, in the order they were made."""
         places = torch.zeros(len(scores) + 1, dtype=torch.int64, device=root.device)  # the root's, -1, is the last one
         places[kept] = torch.arange(1, len(kept) + 1, device=root.device)
         tree = DraftTree(torch.cat([root, tokens[kept]]), torch.cat([root.new_tensor([-1]), places[parents[kept]]]))
         tree.probabilities = torch.cat([scores.new_zeros(1), scores[kept]]).exp()
+        self.stats.part("tree")
         return tree

@@ -79,14 +79,22 @@ class HybridGen(SpecGenerator):
     def observe(self, step: Step) -> None:
         for part in self.parts:
             hidden = step.hidden and tuple(step.hidden[self.hidden_layers.index(i)] for i in part.hidden_layers)
+            self.stats.drafter = part.name
             part.observe(replace(step, hidden=hidden))
+            self.stats.part("")
+        self.stats.drafter = ""
 
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         trees: list[DraftTree] = []
         for part in self.parts:
+            self.stats.drafter = part.name
             trees.append(part.draft(input_ids, max_depth=max_depth))
+            self.stats.part("")
             if float(torch.as_tensor(trees[-1].probabilities[1:]).sum()) >= self.enough:
                 break
-        return DraftTree.merged(
+        self.stats.drafter = ""
+        merged = DraftTree.merged(
             trees, max_nodes=self.max_nodes, min_probability=self.min_probability, device=input_ids.device
         )
+        self.stats.part("merge")
+        return merged

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.cache import TreeCache
 from hf_specdec.checkpoints import convert, load_published
-from hf_specdec.drafter import Drafter, DrafterConfig, narrowed, target_fields
+from hf_specdec.drafter import Drafter, DrafterConfig, copy_scale, narrowed, rotate, target_fields
 from hf_specdec.generator import SpecGenerator, Step
-from hf_specdec.methods.eagle import rotate
 from hf_specdec.split import layers_path
 from hf_specdec.target import Target
 from hf_specdec.tree import DraftTree
@@ -204,15 +203,6 @@ class KangarooHead(Drafter):
         return loss, {"top1": (logits.argmax(-1) == p.argmax(-1)).float().mean()}
 
 
-def copy_scale(norm: nn.RMSNorm, source: nn.Module | None) -> None:
-    """Gives `norm` the scale of another RMS norm, read off what it makes of ones (Gemma's adds 1 to its weight)."""
-    if "RMSNorm" in type(source).__name__:
-        with torch.no_grad():
-            norm.weight.copy_(
-                source(torch.ones_like(norm.weight, dtype=source.weight.dtype, device=source.weight.device))
-            )
-
-
 class KangarooGen(SpecGenerator):
     """Drafts with the target's first layers and an adapter, until it is unsure (double early exit); chains or trees.
 
@@ -313,19 +303,24 @@ class KangarooGen(SpecGenerator):
         tree = DraftTree.from_lists(tokens, parents, device=device)
         tree.ancestors = above[: len(tokens), : len(tokens)]
         tree.probabilities = [math.exp(score) for score in scores]
+        self.stats.part("tree")
         return tree
 
     def run(
         self, tokens: torch.Tensor, *, depth: int, seen: torch.Tensor | None, drafting: bool
     ) -> torch.Tensor | None:
         """Draft logits `(m, w)` behind a level's nodes, None if not `drafting`; their rows stay for the verification."""
+        self.stats.part("tree")
         states = self.target.run_lower(tokens, depth=depth, seen=seen)  # [m, h]
+        self.stats.part("layers")
         positions = torch.full_like(tokens, self.num_text_rows + depth)
         if not drafting:
             return self.head.read(states, positions, self.rows)
         if seen is not None:
             seen = F.pad(seen, (self.num_text_rows, 0), value=True)
-        return self.head(states, positions, self.rows, seen=seen)
+        logits = self.head(states, positions, self.rows, seen=seen)
+        self.stats.part("head")
+        return logits
 
     def likeliest(
         self, logits: torch.Tensor, scores: list[float], first: int, *, width: int

@@ -16,9 +16,9 @@ from huggingface_hub import constants
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specdec.drafter import digest
 from hf_specdec.methods.sps import SpSGen
 from hf_specdec.split import with_layers
+from hf_specdec.vocabulary import digest
 
 
 class LayerSkipGen(SpSGen):
@@ -36,6 +36,7 @@ class LayerSkipGen(SpSGen):
 
     name = "layerskip"
     drafter_argument = None
+    head_class = None
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class LayerSkipGen(SpSGen):
         self.skip = None if skip is None else sorted(set(skip))
 
     def bind(self, model: PreTrainedModel) -> None:
-        if self.checked is not model:
+        if self.bound is None or self.bound[0] is not model:
             inner = skippable(model)
             choices = (self.skip, found_skip(model), inner[::2])
             skip = next(choice for choice in choices if choice is not None)

@@ -328,6 +328,7 @@ class MedusaGen(SpecGenerator):
             return tree
         chosen = self.candidates
         logits = self.head(self.state, num_heads=chosen.depth)  # [depth, w]
+        self.stats.part("head")
         likely, ids = logits.float().log_softmax(dim=-1).topk(chosen.width, dim=-1)  # [depth, k]
         if self.head.draft_ids is not None:
             ids = self.head.draft_ids[ids]
@@ -346,4 +347,5 @@ class MedusaGen(SpecGenerator):
         tokens, parents = [int(token) for token in tokens[:num_nodes]], [-1, *map(int, parents[1:num_nodes])]
         tree = DraftTree.from_lists(tokens, parents, device=root.device)
         tree.probabilities = [1.0, *probabilities[1:num_nodes]]
+        self.stats.part("tree")
         return tree

@@ -71,6 +71,7 @@ class RecyclingGen(SpecGenerator):
             tokens = step.tree.host[0] if self.prompt is None else self.prompt[-len(step.logits) :]
             self.note(tokens, step.logits[-len(tokens) :] if tokens else step.logits[:0])
         self.prompt = None
+        self.stats.part("table")
 
     def note(self, tokens: list[int], logits: torch.Tensor) -> None:
         """Writes the successors of tokens, given the logits `(n, v)` behind them; later ones replace earlier ones."""
@@ -82,7 +83,7 @@ class RecyclingGen(SpecGenerator):
 
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         root = int(input_ids[0, -1])
-        return DraftTree.best_first(
+        tree = DraftTree.best_first(
             root,
             root,
             self.following,
@@ -91,6 +92,8 @@ class RecyclingGen(SpecGenerator):
             min_probability=self.min_probability,
             device=input_ids.device,
         )
+        self.stats.part("tree")
+        return tree
 
     def following(self, token: int) -> Iterator[tuple[int, float, int]]:
         """The noted successors of a token; each is its own state."""

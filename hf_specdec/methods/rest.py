@@ -5,7 +5,8 @@ The datastore is read only and memory-mapped; one lookup costs a fraction of a m
 
 from __future__ import annotations
 
-from itertools import takewhile
+import operator
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -13,9 +14,13 @@ from transformers import PreTrainedModel
 
 from hf_specdec.datastore import Datastore
 from hf_specdec.generator import SpecGenerator, Step
-from hf_specdec.methods.pld import REPEATS
 from hf_specdec.models import stored_tokenizer
+from hf_specdec.repository import DATASTORE_FILES, folder_of
 from hf_specdec.tree import DraftTree
+
+# how often the next token is among those seen behind an end of so many tokens, measured with the embedded model on answers
+# that the datastore does not hold; beyond the last one nothing is drafted for its own sake
+TRUST = (0.0, 0.42, 0.44, 0.47, 0.52, 0.59, 0.6, 0.62, 0.66, 0.69, 0.7, 0.7, 0.72, 0.75, 0.75, 0.8, 0.9, *[0.9] * 48)
 
 EMBEDDED_DATASTORE = Path(__file__).parent.parent / "datastores" / "embedded"
 
@@ -27,8 +32,8 @@ class RESTGen(SpecGenerator):
 
     Args:
         datastore (`Datastore` or `str`, *optional*):
-            What to search, or its folder. None is the small one that ships for the embedded model: 118k tokens of 920 answers
-            that the model itself wrote to training prompts, greedily.
+            What to search, or its folder or Hub id (a dataset repository). None is the small one that ships for the
+            embedded model: 118k tokens of 920 answers that the model itself wrote to training prompts, greedily.
         max_nodes (`int`): largest tree, the root included.
         max_depth (`int`): tokens of a continuation, at most 64.
         min_probability (`float`): least estimated probability of a node.
@@ -40,7 +45,7 @@ class RESTGen(SpecGenerator):
     """
 
     name = "rest"
-    drafter_argument = "a datastore's folder, made by `hf-specdec datastore build`"
+    drafter_argument = "a datastore: a folder made by `hf-specdec datastore build`, or a Hub id"
     drafter_optional = True
 
     def __init__(
@@ -57,9 +62,10 @@ class RESTGen(SpecGenerator):
         for argument, value in (("max_nodes", max_nodes), ("max_depth", max_depth), ("min_match", min_match)):
             if value < 1:
                 raise ValueError(f"RESTGen({argument}={value}): it must be at least 1.")
-        self.datastore = (
-            datastore if isinstance(datastore, Datastore) else Datastore.open(datastore or EMBEDDED_DATASTORE)
-        )
+        if not isinstance(datastore, Datastore):
+            source = datastore or EMBEDDED_DATASTORE
+            datastore = Datastore.open(folder_of(source, files=DATASTORE_FILES, repo_type="dataset"))
+        self.datastore = datastore
         self.max_nodes = max_nodes
         self.max_depth = max_depth
         self.min_probability = min_probability
@@ -88,10 +94,22 @@ class RESTGen(SpecGenerator):
             min_match=self.min_match,
             length=min(self.max_depth, max_depth),
         )
-        trust = REPEATS[min(found.match_length, len(REPEATS) - 1)]
-        likely = [trust * count / found.num_continuations for count in found.counts]
-        kept = len(list(takewhile(lambda probability: probability >= self.min_probability, likely)))  # heaviest first
-        parents = [-1, *(parent + 1 for parent in found.parents[:kept])]
-        tree = DraftTree.from_lists([self.text[-1], *found.tokens[:kept]], parents, device=input_ids.device)
-        tree.probabilities = [1.0, *likely[:kept]]
+        self.stats.part("retrieval")
+        tokens, parents, likely, depths = [self.text[-1]], [-1], [1.0], [0]
+        trust = list(accumulate(TRUST[min(found.match_length, len(TRUST) - 1) :], operator.mul))
+        places = {-1: 0}
+        for i, (token, parent, count) in enumerate(zip(found.tokens, found.parents, found.counts, strict=True)):
+            if parent not in places:
+                continue
+            depth = depths[places[parent]] + 1
+            probability = trust[min(depth, len(trust)) - 1] * count / found.num_continuations
+            if probability >= self.min_probability:
+                places[i] = len(tokens)
+                tokens.append(token)
+                parents.append(places[parent])
+                likely.append(probability)
+                depths.append(depth)
+        tree = DraftTree.from_lists(tokens, parents, device=input_ids.device)
+        tree.probabilities = likely
+        self.stats.part("tree")
         return tree

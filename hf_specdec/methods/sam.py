@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from transformers import PreTrainedModel
 
+from hf_specdec.datastore import Datastore
 from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.methods.pld import REPEATS
+from hf_specdec.methods.rest import RESTGen
 from hf_specdec.tree import DraftTree
 
 COUNTED_LINKS = 32  # suffixes of the text whose counts one token updates, longest first
@@ -59,13 +62,6 @@ class SuffixAutomaton:
         self.count.append(count)
         return len(self.next) - 1
 
-    def step(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """Where a match of `matched` tokens at `state` moves with one token more: the state and the match's length."""
-        while state and token not in self.next[state]:
-            state = self.link[state]
-            matched = self.length[state]
-        return (self.next[state][token], matched + 1) if token in self.next[state] else (0, 0)
-
     def suffixes(self, state: int, matched: int, *, limit: int) -> list[tuple[int, int]]:
         """The longest matched suffix that ends at `state` and shorter ones, as (state, length)."""
         found = []
@@ -87,11 +83,12 @@ class SAMGen(SpecGenerator):
         max_depth (`int`): longest path.
         min_probability (`float`): least estimated probability of a node.
         num_suffixes (`int`): how many match lengths to mix.
-        corpus (`Sequence[int]`, *optional*): token ids of a fixed text to search as well.
-        corpus_bias (`int`): tokens by which a match in the corpus must be longer than one in the text itself.
+        corpus (`Datastore` or `str`, *optional*):
+            Texts to search as well: a datastore, its folder or Hub id, or "embedded", the one that ships. What it drafts is
+            merged in by estimated probability.
 
     Raises:
-        ValueError: if a count is below 1.
+        ValueError: if a count is below 1; at `bind`, if the corpus was built with another tokenizer.
     """
 
     name = "sam"
@@ -103,8 +100,7 @@ class SAMGen(SpecGenerator):
         max_depth: int = 20,
         min_probability: float = 0.04,
         num_suffixes: int = 4,
-        corpus: Sequence[int] | None = None,
-        corpus_bias: int = 5,
+        corpus: Datastore | str | None = None,
     ):
         super().__init__()
         counts = {"max_nodes": max_nodes, "max_depth": max_depth, "num_suffixes": num_suffixes}
@@ -115,41 +111,49 @@ class SAMGen(SpecGenerator):
         self.max_depth = max_depth
         self.min_probability = min_probability
         self.num_suffixes = num_suffixes
-        self.corpus_bias = corpus_bias
-        self.corpus = SuffixAutomaton() if corpus is not None else None
-        for token in corpus or ():
-            self.corpus.extend(int(token))
+        self.corpus = None
+        if corpus is not None:
+            sizes = dict(max_nodes=max_nodes, min_probability=min_probability, min_match=1)
+            self.corpus = RESTGen(None if corpus == "embedded" else corpus, **sizes)
+
+    def bind(self, model: PreTrainedModel) -> None:
+        if self.corpus is not None:
+            self.corpus.bind(model)
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
         self.text = SuffixAutomaton()
-        self.corpus_match = (0, 0)  # state and length of the longest suffix of the text that is in the corpus
         self.read(input_ids[0].tolist())
+        if self.corpus is not None:
+            self.corpus.stats = self.stats
+            self.corpus.begin(input_ids)
 
     def observe(self, step: Step) -> None:
         self.read(step.tokens)
+        if self.corpus is not None:
+            self.corpus.observe(step)
 
     def read(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the text."""
         for token in tokens:
             self.text.extend(token)
-            if self.corpus is not None:
-                self.corpus_match = self.corpus.step(*self.corpus_match, token)
             self.root = token
 
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         state = self.text.link[self.text.last]  # the longest suffix that also ends somewhere else
-        automaton, match = self.text, (state, self.text.length[state])
-        if self.corpus is not None and self.corpus_match[1] > match[1] + self.corpus_bias:
-            automaton, match = self.corpus, self.corpus_match
-        return DraftTree.best_first(
+        sizes = dict(max_nodes=self.max_nodes, min_probability=self.min_probability, device=input_ids.device)
+        tree = DraftTree.best_first(
             self.root,
-            automaton.suffixes(*match, limit=self.num_suffixes),
-            lambda suffixes: following(automaton, suffixes),
-            max_nodes=self.max_nodes,
+            self.text.suffixes(state, self.text.length[state], limit=self.num_suffixes),
+            lambda suffixes: following(self.text, suffixes),
             max_depth=min(self.max_depth, max_depth),
-            min_probability=self.min_probability,
-            device=input_ids.device,
+            **sizes,
         )
+        self.stats.part("automaton")
+        if self.corpus is None:
+            return tree
+        tree = DraftTree.merged([tree, self.corpus.draft(input_ids, max_depth=max_depth)], **sizes)
+        self.stats.part("merge")
+        return tree
 
 
 def following(
