@@ -80,18 +80,23 @@ def stop_run(run: str | None) -> None:
         Path(running.name, run).unlink(missing_ok=True)
 
 
+def check_size(repo_id: str) -> None:
+    """Raises ValueError for what is no Hub id, or for a repository of more parameters than a visitor may load."""
+    if not HUB_ID.fullmatch(repo_id):
+        raise ValueError(f"{repo_id!r} is no Hub id: write owner/name, or choose from the list.")
+    try:
+        weights = model_info(repo_id, timeout=HUB_TIMEOUT, expand=["safetensors"]).safetensors
+    except Exception:  # what loads it says better than this what is wrong
+        return
+    if weights is not None and weights.total > MAX_PARAMETERS:
+        raise ValueError(f"{repo_id} has {weights.total:.2g} parameters; this page takes up to {MAX_PARAMETERS:.2g}.")
+
+
 @lru_cache(maxsize=2)
 def load(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer; on ZeroGPU on the CPU, from where the lent GPU takes a copy."""
     if name not in MODELS:
-        if not HUB_ID.fullmatch(name):
-            raise ValueError(f"{name!r} is no Hub id: write owner/name, or choose a model from the list.")
-        try:
-            weights = model_info(name, timeout=HUB_TIMEOUT, expand=["safetensors"]).safetensors
-        except Exception:  # load_model says better than this what is wrong
-            weights = None
-        if weights is not None and weights.total > MAX_PARAMETERS:
-            raise ValueError(f"{name} has {weights.total:.2g} parameters; this page takes up to {MAX_PARAMETERS:.2g}.")
+        check_size(name)
     if not ZERO_GPU:
         return load_model(name, dtype)
     return load_model(name, "bfloat16" if dtype == "auto" else dtype, device="cpu")
@@ -103,15 +108,14 @@ def make(spec: str, dtype: str) -> SpecGenerator | None:
         return None
     head, _, options = spec.partition("?")
     name, _, drafter = head.partition(":")
-    shipped = SHIPPED.get(drafter) == name
-    if drafter and not (shipped or drafter in MODELS or HUB_ID.fullmatch(drafter) or PARTS.fullmatch(drafter)):
-        raise ValueError(f"{drafter!r} is no Hub id: write owner/name, or choose from the list.")
     if not OPTIONS.fullmatch(options):
         raise ValueError(f"options {options!r}: write name=value&name=value, with numbers below 1000 or words.")
-    if shipped:
+    if SHIPPED.get(drafter) == name:
         return make_generator(f"{name}:{EMBEDDED_HEADS / drafter}?{options}")
+    if drafter and drafter not in MODELS and not PARTS.fullmatch(drafter):
+        check_size(drafter)
     generator = make_generator(spec)
-    if isinstance(generator, SpSGen) and drafter:
+    if isinstance(generator, SpSGen) and drafter in MODELS:
         generator.drafter = load(drafter, dtype)[0]
         if ZERO_GPU:
             generator.drafter = generator.drafter.to("cuda")
