@@ -17,6 +17,9 @@ class BuildWithCards(build_py):
             folder.mkdir(parents=True, exist_ok=True)
             for path in [*Path("hub_cards").glob("*.*"), Path("app.py")]:
                 shutil.copyfile(path, folder / path.name)
+            for path in Path().glob("eval/results/*/report/report.json"):
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, folder / path)
 
 
 setup(cmdclass={"build_py": BuildWithCards})

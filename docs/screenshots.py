@@ -33,7 +33,7 @@ def shoot(address: str, folder: Path) -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for width, theme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):
             page = browser.new_page(viewport={"width": width, "height": 900})
-            page.set_default_timeout(120_000)
+            page.set_default_timeout(600_000)  # machines are slow at times
             page.goto(f"{address}?__theme={theme}")
             page.locator("#prompt textarea").wait_for()
             run_methods(page)

@@ -339,11 +339,13 @@ def commit(
 def push_space(
     repo_id: str, *, private: bool | None = None, create_pr: bool = False, token: str | None = None
 ) -> CommitInfo:
-    """Uploads the Space in one commit: its page, what it requires, and its card."""
+    """Uploads the Space in one commit: its page, the evaluation reports it shows, what it requires, and its card."""
     repo_id, _ = own_repo(repo_id)
-    inside = cards.TEMPLATES / "app.py"  # where a wheel has it
+    inside = cards.TEMPLATES  # where a wheel has them
+    root = inside if (inside / "app.py").exists() else inside.parent
     files = {
-        "app.py": inside if inside.exists() else cards.TEMPLATES.parent / "app.py",
+        "app.py": root / "app.py",
+        **{str(path.relative_to(root)): path for path in root.glob("eval/results/*/report/report.json")},
         "requirements.txt": f"hf-specdec[app]=={hf_specdec.__version__}\n".encode(),
     }
     upload = Upload("space", "space", files, cards.space_card(), ())

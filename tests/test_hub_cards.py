@@ -180,6 +180,8 @@ def test_the_space_is_one_commit_with_what_it_needs(hub):
     files = repo.files()
     assert len(repo.messages) == 2 and {"app.py", "requirements.txt", "README.md"} < set(files)
     assert files["app.py"] == (ROOT / "app.py").read_bytes()
+    reports = {str(path.relative_to(ROOT)) for path in ROOT.glob("eval/results/*/report/report.json")}
+    assert reports and reports < set(files), "what its other tabs show"
     assert files["requirements.txt"].decode() == f"hf-specdec[app]=={hf_specdec.__version__}\n"
     assert (ROOT / "requirements" / "space.txt").read_text() == files["requirements.txt"].decode()
     assert SpaceCard(files["README.md"].decode()).data.sdk == "gradio"
@@ -267,6 +269,7 @@ def test_a_wheel_has_the_templates_and_the_space(tmp_path):
         "app.py",
         "hf_specdec",
         "hub_cards",
+        "eval",
     ):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile)(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
@@ -278,6 +281,6 @@ def test_a_wheel_has_the_templates_and_the_space(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, text=True
     )
-    wanted = {path.name for path in cards.TEMPLATES.glob("*.*")} | {"app.py"}
+    wanted = {path.name for path in cards.TEMPLATES.glob("*.*")} | {"app.py", "eval"}
     assert set(done.stdout.split()) == {str(site / "hf_specdec" / "hub_cards" / name) for name in wanted}, done.stderr
     assert {path.name for path in site.iterdir() if "dist-info" not in path.name} == {"hf_specdec"}

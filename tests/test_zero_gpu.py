@@ -11,7 +11,7 @@ import pytest
 TESTS = Path(__file__).parent
 # As the package `spaces` 0.51 does it: each call runs in a forked process, and what it takes and yields is pickled.
 SPACES = """
-import multiprocessing, pickle, threading
+import multiprocessing, pickle
 forked, durations, yielded = False, [], []
 
 def GPU(duration):
@@ -48,10 +48,9 @@ def work(function, args, sender, stop):
     sender.send_bytes(pickle.dumps(None))
 """
 SET_UP = """
-import sys, time
+import time
 import torch
-moves = []
-lazy_init, move = torch.cuda._lazy_init, torch.nn.Module.to
+move = torch.nn.Module.to
 asked = {name: getattr(torch.cuda, name) for name in ("is_available", "device_count", "current_device")}
 
 def in_the_lent_process(name):
@@ -111,6 +110,7 @@ def test_columns_are_decoded_in_the_lent_process_and_come_back_as_plain_values(r
     run("""
         methods = ["pld", "pld?nothing=1", "sps:embedded"]
         *_, report = app.compare("abc abc abc", methods, dtype="float32", max_new_tokens=16)
+        assert "error" not in report, report
         plain_column, pld, failed, sps = report["columns"]
         assert plain_column["state"] == "done" and pld["badge"][0] == sps["badge"][0] == "same", report
         assert failed["state"] == "failed" and "no option" in failed["message"]
