@@ -14,7 +14,7 @@ import numpy as np
 from eval.score import OVERALL
 from hf_specdec.compare import PLAIN
 
-DRAFT_PARTS = ("head", "layers", "model", "retrieval", "table", "tree")  # drawn apart; others are "draft"
+DRAFT_PARTS = ("automaton", "head", "layers", "model", "retrieval", "table", "tree")  # drawn apart; others are "draft"
 ISO = (0.8, 1.0, 1.25, 1.5, 2.0, 3.0)  # speed-ups drawn as lines
 
 
