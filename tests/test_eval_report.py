@@ -390,14 +390,18 @@ def test_recipes_run_commands_that_parse(recipe, tmp_path):
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "WORK": str(tmp_path / "work")}
     arguments = {
         "embedded": [f"{tmp_path}/question.jsonl", f"{tmp_path}/out", "--limit", "1"],
+        "heads": [f"{tmp_path}/question.jsonl", f"{tmp_path}/out"],
         "study": ["a/b", "c/d"],
     }
+    (tmp_path / "out").mkdir()
+    for name in ("short", "long"):  # what the stand-ins do not write
+        (tmp_path / "out" / f"{name}.jsonl").touch()
     environment["QUESTIONS"] = f"{tmp_path}/question.jsonl"
     subprocess.run([EVAL / "recipes" / recipe, *arguments.get(recipe, [])], env=environment, check=True)
     lines = (tmp_path / "log").read_text().removesuffix("\nEND\n").split("\nEND\n")
     parsed = [parse(*line.split("\n")) for line in lines]
     assert len(parsed) >= 3
-    for spec in split_methods(next(params["methods"] for params in parsed if "methods" in params)):
+    for spec in split_methods(next((params["methods"] for params in parsed if "methods" in params), "")):
         name, _, options = spec.partition("?")
         make_generator(f"rest?{options}" if name.startswith("rest:") else spec)  # its datastore is not built
 
