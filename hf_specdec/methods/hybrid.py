@@ -40,7 +40,7 @@ class HybridGen(SpecGenerator):
         *,
         max_nodes: int = 24,
         min_probability: float = 0.04,
-        enough: float = 4.0,
+        enough: float = 2.0,
     ):
         super().__init__()
         self.parts = [make_generator(spec) for spec in parts.split("+")] if isinstance(parts, str) else list(parts)
