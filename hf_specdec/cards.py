@@ -119,20 +119,28 @@ def held_out_figures(training: dict, method: str) -> list[dict]:
     ]
 
 
-def report_figures(path: Path, method: str) -> list[dict]:
+def report_figures(path: Path, method: str, head: str = "") -> list[dict]:
     """What the `report.json` of `hf-specdec eval report` says of a method, over all tasks of each run.
 
+    Args:
+        head (`str`): name of the head's folder. Of several heads of one method that were measured, those rows count that
+            name this one, else those that name none and so stand for the method's own.
+
     Raises:
-        ValueError: if it says nothing of the method, or is no report.
+        ValueError: if it says nothing of the method, or only of several other heads, or is no report.
     """
     path = path / "report.json" if path.is_dir() else path
     written = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
     figures = []
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        for row in report["rows"]:
-            if row["task"] != "overall" or re.split("[:?]", row["method"])[0] != method or "speedup" not in row:
-                continue
+        rows = [row for row in report["rows"] if row["task"] == "overall" and row.get("speedup")]
+        rows = [row for row in rows if re.split("[:?]", row["method"])[0] == method]
+        heads = {row["method"].partition("?")[0].partition(":")[2] for row in rows}
+        if len(heads) > 1:
+            named = {drafter for drafter in heads if Path(drafter).name == head} or {""}
+            rows = [row for row in rows if row["method"].partition("?")[0].partition(":")[2] in named]
+        for row in rows:
             conditions = {"date": written, **report["runs"][row["run"]], "answers": row["answers"]}
             questions = conditions.get("questions") or "question.jsonl"
             known = questions == "question.jsonl"  # the name that Spec-Bench gives its own

@@ -253,7 +253,11 @@ def head_upload(
     if base_model and base_model != config.get("target"):
         files["config.json"] = json.dumps(config | {"target": base_model}, indent=2).encode() + b"\n"
     training = read_json(folder / TRAINING) or {}
-    figures = cards.report_figures(Path(results), method) if results else read_json(folder / EVALUATION) or []
+    figures = (
+        cards.report_figures(Path(results), method, folder.resolve().name)
+        if results
+        else read_json(folder / EVALUATION) or []
+    )
     if results:
         files[EVALUATION] = json.dumps(figures, indent=1).encode() + b"\n"
     card = cards.drafter_card(

@@ -83,6 +83,7 @@ import json, torch, hf_specdec
 model, _ = hf_specdec.load_embedded("float32", device="cpu")
 for name in {list(SHIPPED)}:
     generator = hf_specdec.load("user/" + name)
+    generator.num_draft_tokens = 4  # of SpS, whose own length follows measured times
     output = model.generate(torch.tensor({ids.tolist()}), candidate_generator=generator, max_new_tokens=40, do_sample=False)
     print(json.dumps([output.tolist(), generator.stats.accepted_lengths, generator.stats.tokens_per_step]))
 """
@@ -92,6 +93,7 @@ for name in {list(SHIPPED)}:
     lines = fresh(hub, tmp_path / "home", code).splitlines()
     for name, line in zip(SHIPPED, lines, strict=True):
         generator = hf_specdec.embedded_drafter(name)
+        generator.num_draft_tokens = 4
         output = model.generate(ids, candidate_generator=generator, max_new_tokens=40, do_sample=False)
         stats = generator.stats
         assert json.loads(line) == [output.tolist(), stats.accepted_lengths, stats.tokens_per_step]

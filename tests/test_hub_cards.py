@@ -123,6 +123,16 @@ def test_cards_of_datastores_results_and_the_space_are_valid(head_folder):
         cards.check_card(SpaceCard(str(cards.space_card()).replace("side by side, live", "side by side" * 9)), "space")
 
 
+def test_of_several_heads_in_a_report_each_gets_its_own_figures(tmp_path):
+    row = next(row for row in REPORT["rows"] if row["task"] == "overall" and row["method"] == "eagle")
+    rows = [
+        row | {"method": spec, "speedup": i + 1.0} for i, spec in enumerate(["eagle", "eagle:a/b?top_k=1", "eagle:c"])
+    ]
+    (tmp_path / "report.json").write_text(json.dumps(REPORT | {"rows": rows}))
+    for head, speedups in {"b": [2.0], "c": [3.0], "default": [1.0]}.items():
+        assert [figure["speedup"] for figure in cards.report_figures(tmp_path, "eagle", head)] == speedups
+
+
 @pytest.mark.parametrize("method", ["eagle", "kangaroo", "sps"])
 def test_a_report_without_the_method_or_no_report_is_refused(tmp_path, method):
     (tmp_path / "report.json").write_text(json.dumps(REPORT if method != "sps" else {"rows": [1]}))
