@@ -197,9 +197,8 @@ class EagleHead(Drafter):
         for name, parameter in layers[-1].named_parameters():
             mine = own.get(".".join(name.split(".")[-2:]))
             if mine is not None:
-                mine = (
-                    mine[:, -parameter.shape[1] :] if parameter.dim() == 2 else mine
-                )  # of a fused input, the state's part
+                # of a fused input, the state's part
+                mine = mine[:, -parameter.shape[1] :] if parameter.dim() == 2 else mine
                 if mine.shape == parameter.shape:
                     mine.copy_(parameter)
         self.layer.o_proj.weight.zero_()
@@ -305,9 +304,8 @@ class EagleHead(Drafter):
         trained = F.pad(loss_mask[:, 1:], (0, 1))  # [b, t], is what follows the token to be predicted
         start = max(0, int(trained[:, 1:].any(dim=0).long().argmax()) + 1 - unroll)  # the first index that predicts
         with torch.no_grad():
-            p = (
-                F.linear(hidden[-1][trained], self.target_rows().to(hidden[-1].dtype)).float().softmax(dim=-1)
-            )  # [m, w]
+            rows = self.target_rows().to(hidden[-1].dtype)
+            p = F.linear(hidden[-1][trained], rows).float().softmax(dim=-1)  # [m, w]
             best = p.argmax(dim=-1)
         numbers = trained.flatten().cumsum(0).view_as(trained) - 1  # [b, t], rows of p
         level_keys, level_values, total, metrics = [], [], 0.0, {}
