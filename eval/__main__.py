@@ -150,13 +150,13 @@ def follow(plan: Plan, *, check: bool) -> None:
 
 def finish(err, path: Path, *, failed: int, margins: list, broken: list, check: bool) -> None:
     """Says what was written, what failed and where texts differ; exit code 1 for a difference that was to be checked."""
+    from hf_specdec.compare import tie
+
     err.print(f"{path}: {failed} failed answers, which the report leaves out", highlight=False, markup=False)
     if check:
         for row, difference in broken:
             place = f"question {row['question_id']}, {row['method']}: token {difference['token']}"
-            margin = difference["margin"]
-            reason = "one answer is the other's beginning" if margin is None else f"margin {margin:.3g}"
-            err.print(f"NOT LOSSLESS: {place}, {reason}", style="red", markup=False)
+            err.print(f"NOT LOSSLESS: {place}, {tie(difference['margin'])}", style="red", markup=False)
         if margins and not broken:
             margin, row = max(margins, key=lambda item: item[0])
             place = f"question {row['question_id']}, {row['method']}"

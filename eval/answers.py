@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 
 REQUIRED = (
@@ -22,12 +24,14 @@ class AnswerFile:
         processes (`int`): how many share the questions.
 
     Raises:
-        ValueError: if the folder holds answers that were given under other conditions.
+        ValueError: if the folder holds answers that were given under other conditions, or a condition is missing that a
+            report of them would need.
     """
 
     def __init__(self, folder: Path, conditions: dict, *, process: int = 0, processes: int = 1):
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"answers-{process:02d}-of-{processes:02d}.jsonl"
+        check_conditions(self.path, conditions)
+        folder.mkdir(parents=True, exist_ok=True)
         self.rows: list[dict] = []
         for path in sorted(folder.glob("answers-*.jsonl")):
             before, rows, _ = read_file(path)
@@ -35,10 +39,9 @@ class AnswerFile:
                 check_same(path, before, conditions)
                 self.rows += rows
         if self.path.exists():  # an interruption may have left half a line
-            whole = self.path.read_bytes()
-            self.path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         if not self.path.exists() or not self.path.stat().st_size:
-            self.write([{"conditions": conditions}])
+            self.write([{"conditions": conditions | {"date": datetime.now(UTC).date().isoformat()}}])
 
     def write(self, lines: Iterable[dict]) -> None:
         """Appends lines, all at once."""
@@ -55,7 +58,8 @@ class AnswerFile:
 
 def check_same(path: Path, before: dict, now: dict) -> None:
     """Raises ValueError where answers were given under other conditions than `now`."""
-    changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+    keys = (before.keys() | now.keys()) - {"date"}  # a run may go on the next day
+    changed = [key for key in keys if before.get(key) != now.get(key)]
     if changed:
         changes = "; ".join(f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in sorted(changed))
         raise ValueError(f"{path} holds answers from other conditions ({changes}): give another --output.")

@@ -1,4 +1,4 @@
-"""Chat: a conversation as the model's own chat template writes it, and Vicuna's template for Vicuna."""
+"""Chat: a conversation as the model's own chat template writes it, or joined by empty lines where there is none."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ import hashlib
 import torch
 from transformers import PreTrainedTokenizerBase
 
-# Vicuna's tokenizers come without a template; this is the one it was trained with (FastChat's vicuna_v1.1).
-VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
-    "{% else %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
-)
+from hf_specdec.models import VICUNA, with_template
+
 DATE = "26 Jul 2024"  # Llama 3's template writes today's date where none is given, and prompts would change by the day
 
 
@@ -23,14 +17,14 @@ class Chat:
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): the model's.
-        model_name (`str`): tells Vicuna.
+        model_name (`str`): tells Vicuna, whose tokenizer may lack its template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, model_name: str):
-        self.tokenizer = tokenizer
+        self.tokenizer = with_template(tokenizer, model_name)
         self.template, self.source = tokenizer.chat_template, "the model's own"
-        if "vicuna" in model_name.lower():
-            self.template, self.source = VICUNA, "vicuna"
+        if self.template == VICUNA:
+            self.source = "vicuna"
         elif not self.template:
             self.source = "none: turns are joined by empty lines"
 
@@ -51,7 +45,7 @@ class Chat:
                 add_generation_prompt=True,
                 date_string=DATE,
             )
-        special = self.source != "the model's own"  # such a template writes them itself
+        special = self.template is None  # a template writes them itself
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
 
     def decode(self, tokens: list[int]) -> str:

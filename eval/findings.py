@@ -47,16 +47,17 @@ def figure(row: dict) -> str:
 
 
 def side(row: dict) -> int:
-    """1 where a method is faster than what it is held against, -1 where it is slower, 0 where the interval holds 1."""
-    low, high = (row.get(end) or row["speedup"] for end in ("speedup_low", "speedup_high"))
-    return (low > 1) - (high < 1)
+    """1 where a method is faster than what it is held against, -1 where it is slower, 0 where that is not certain."""
+    if row.get("speedup_low") is None:
+        return 0
+    return (row["speedup_low"] > 1) - (row["speedup_high"] < 1)
 
 
 def judge(agreements: list[int]) -> str:
     """The verdict on what each row says: 1 agrees, -1 contradicts, 0 cannot tell."""
     if -1 in agreements:
         return "Does not hold" if set(agreements) == {-1} else "Does not hold for all"
-    return "Holds" if 0 not in agreements else "Undecided: an interval holds 1"
+    return "Holds" if 0 not in agreements else "Undecided: no interval without 1"
 
 
 def unmeasured(what: str) -> tuple[str, str]:

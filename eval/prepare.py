@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -62,9 +63,12 @@ def main(
         Datastore.build(chain(documents, altered_copies(documents, num_tokens=num_tokens)), large, **header)
     if not (deep / "model.safetensors").exists():
         model, tokenizer = load_embedded("bfloat16", device="cpu")
+        beside = folder / f"{deep.name}.part"  # no half-written folder carries the name
         with no_progress_bars():
-            tokenizer.save_pretrained(deep)
-            model.save_pretrained(deep)
+            tokenizer.save_pretrained(beside)
+            model.save_pretrained(beside)
+        shutil.rmtree(deep, ignore_errors=True)
+        beside.rename(deep)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def write_report(
         runs.append(conditions | {"counting": counting, "quality": note, "folder": folder.name})
         rows += own
         curves.append(curve)
-        spec_bench.write_folder(output / "spec_bench" / folder.name, str(conditions["model"]), found)
+        spec_bench.write_folder(output / "spec_bench" / f"{number}-{folder.name}", str(conditions["model"]), found)
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     text = markdown(runs, rows, published, claims, counted=spec_bench_counting)
     if pictures:
@@ -153,8 +153,9 @@ def cell(row: dict, key: str, form: str) -> str:
     if key == "identity":
         if "identical" not in row or row["method"] == PLAIN:
             return ""
-        margin = f", margin ≤ {row['widest_margin']:.2g}" if row["identical"] < row["answers"] else ""
-        return f"{row['identical']} of {row['answers']}{margin}"
+        widest = row["widest_margin"]
+        margin = ", one is the other's beginning" if widest is None else f", margin ≤ {widest:.2g}"
+        return f"{row['identical']} of {row['answers']}{margin if row['identical'] < row['answers'] else ''}"
     return "" if row.get(key) is None else form.format(row[key])
 
 

@@ -265,8 +265,7 @@ def compare_answers(model: PreTrainedModel, chat: Chat, question: Question, rows
             elif turn["tokens"] != base["tokens"]:
                 input_ids = chat.encode(messages).to(model.device)
                 found = first_difference(model, input_ids, base["tokens"], turn["tokens"])
-                margin = None if found.margin == float("inf") else found.margin  # one answer is the other's beginning
-                turn["difference"] = {"token": found.index, "margin": margin}
+                turn["difference"] = found.to_dict()
                 same = turn["text"] == base["text"]
             messages.append({"role": "assistant", "content": base["text"]})
 

@@ -161,11 +161,14 @@ def draft_parts(stats: Sequence[dict]) -> dict[str, float]:
 
 
 def identity(pairs: dict) -> dict:
-    """How many answers are plain decoding's, token for token, and the widest margin at a first difference."""
-    same = margin = 0
+    """How many answers are plain decoding's, token for token, and the widest margin at a first difference.
+
+    The margin is None where an answer is the beginning of plain decoding's, or the other way round.
+    """
+    same, margins = 0, [0.0]
     for own, plain in pairs.values():
         for turn, base in zip(own, plain, strict=True):
             key = "text" if turn.get("tokens") is None else "tokens"
             same += turn[key] == base[key]
-            margin = max(margin, (turn.get("difference") or {}).get("margin") or 0)
-    return {"identical": same, "widest_margin": margin}
+            margins.append((turn.get("difference") or {}).get("margin", 0.0))
+    return {"identical": same, "widest_margin": None if None in margins else max(margins)}

@@ -43,7 +43,11 @@ def bench(
     on_progress: Progress,
 ) -> dict:
     """The report, as plain JSON types: conditions, verify curve, step overhead, and the paired races."""
-    contexts = [length for length in CONTEXTS if length + max(BLOCKS) < model.config.max_position_embeddings]
+    contexts = [
+        length
+        for length in CONTEXTS
+        if length + max(BLOCKS) < model.config.get_text_config(decoder=True).max_position_embeddings
+    ]
     report = {
         "conditions": conditions(
             model, temperature=0, max_new_tokens=max_new_tokens, prompts=len(prompts), repeats=repeats
@@ -123,9 +127,10 @@ def races(
     }
     speeds: dict[str, list[float]] = {way: [] for way in ways}
     limits, order, same_text = [], list(ways), []
-    for turn in range(repeats * len(prompts) + 1):
+    turns = range(repeats * len(prompts) + 1)  # the first warms up; the last is its prompt's in its place
+    for turn in turns:
         prompt = prompts[turn % len(prompts)]
-        on_progress(f"plain and PLD, stock and ours: {prompt.kind}", turn, repeats * len(prompts) + 1)
+        on_progress(f"plain and PLD, stock and ours: {prompt.kind}", turn, len(turns))
         ids = encode(tokenizer, prompt.text, device=model.device)
         shift, texts = turn % len(order), {}
         for way in order[shift:] + order[:shift]:
@@ -135,12 +140,12 @@ def races(
             synchronize(model.device)
             seconds = time.perf_counter() - start
             texts[way] = output
-            if turn < repeats * len(prompts):  # the last turn would repeat the first
+            if turn:
                 speeds[way].append((output.shape[1] - ids.shape[1]) / seconds)
-        if turn < repeats * len(prompts):
+        if turn:
             limits.append(of_limit(pld, no_draft, curves, ids.shape[1]))
             same_text.append(torch.equal(texts["our_pld"], texts["stock_pld"]))
-    kinds = [prompts[turn % len(prompts)].kind for turn in range(repeats * len(prompts))]
+    kinds = [prompts[turn % len(prompts)].kind for turn in turns[1:]]
     pairs = {
         "our_plain / stock_plain": ("our_plain", "stock_plain"),
         "stock_pld / stock_plain": ("stock_pld", "stock_plain"),

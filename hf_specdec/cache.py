@@ -189,9 +189,6 @@ class ChainCache:
             self.cache.activate_past_recording()
             self.recording = True
 
-    def load(self, cache: Cache) -> None:
-        assert cache is self.cache
-
     def store(self, cache: Cache) -> None:
         """Ends the recording of rows outside the window, which a later prefill would pay for."""
         for layer in cache.layers:

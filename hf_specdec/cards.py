@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_specdec.datastore import Datastore
 from hf_specdec.drafter import Drafter
+from hf_specdec.models import EMBEDDED_HEADS
 
 PACKAGE = Path(__file__).parent
 TEMPLATES = next(place / "hub_cards" for place in (PACKAGE, PACKAGE.parent) if (place / "hub_cards").is_dir())
@@ -119,15 +120,15 @@ def held_out_figures(training: dict, method: str) -> list[dict]:
     ]
 
 
-def report_figures(path: Path, method: str, head: str = "") -> list[dict]:
-    """What the `report.json` of `hf-specdec eval report` says of a method, over all tasks of each run.
+def report_figures(path: Path, method: str, head: Path) -> list[dict]:
+    """What the `report.json` of `hf-specdec eval report` says of a head, over all tasks of each run.
 
     Args:
-        head (`str`): name of the head's folder. Of several heads of one method that were measured, those rows count that
-            name this one, else those that name none and so stand for the method's own.
+        head (`Path`): the head's folder. Those rows count whose method names a folder or repository called like it, and
+            for a head that ships, if there are none, those that name none.
 
     Raises:
-        ValueError: if it says nothing of the method, or only of several other heads, or is no report.
+        ValueError: if it says nothing of the head, or is no report.
     """
     path = path / "report.json" if path.is_dir() else path
     written = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
@@ -136,11 +137,9 @@ def report_figures(path: Path, method: str, head: str = "") -> list[dict]:
         report = json.loads(path.read_text(encoding="utf-8"))
         rows = [row for row in report["rows"] if row["task"] == "overall" and row.get("speedup")]
         rows = [row for row in rows if re.split("[:?]", row["method"])[0] == method]
-        heads = {row["method"].partition("?")[0].partition(":")[2] for row in rows}
-        if len(heads) > 1:
-            named = {drafter for drafter in heads if Path(drafter).name == head} or {""}
-            rows = [row for row in rows if row["method"].partition("?")[0].partition(":")[2] in named]
-        for row in rows:
+        heads = [Path(row["method"].partition("?")[0].partition(":")[2]).name for row in rows]
+        name = "" if head.parent.resolve() == EMBEDDED_HEADS and head.name not in heads else head.name
+        for row in (row for row, its_head in zip(rows, heads, strict=True) if its_head == name):
             conditions = {"date": written, **report["runs"][row["run"]], "answers": row["answers"]}
             questions = conditions.get("questions") or "question.jsonl"
             known = questions == "question.jsonl"  # the name that Spec-Bench gives its own
@@ -156,7 +155,9 @@ def report_figures(path: Path, method: str, head: str = "") -> list[dict]:
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{path} is not the report.json of `hf-specdec eval report`: {error!r}.") from error
     if not figures:
-        raise ValueError(f"{path} has no row of the method {method!r} over all tasks: evaluate it, or give another.")
+        raise ValueError(
+            f"{path} has no row of the head {head.name} over all tasks: evaluate {method}:{head}, or give another report."
+        )
     return figures
 
 

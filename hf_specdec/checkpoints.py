@@ -5,6 +5,7 @@ EAGLE-3 and the speculators library's EAGLE-3 are known.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,16 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_specdec.drafter import Drafter, load_head
-from hf_specdec.repository import folder_of
+from hf_specdec.repository import PICKLES, folder_of
 
-ALLOWED = ["config.json", "*.safetensors", "*.bin", "*.pt"]
+NOT_WEIGHTS = (
+    "training_args",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "sampler",
+    "rng_state",
+)  # what trainers pickle besides
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 PARTS += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 NORMS = ("post_attention_layernorm", "input_layernorm", "hidden_norm")
@@ -78,31 +86,32 @@ def convert(head: Drafter, tensors: dict[str, torch.Tensor], names: dict[str, st
 def read_config(folder: Path) -> dict[str, Any]:
     """A checkpoint's config.json; ValueError where there is none."""
     try:
-        return json.loads((folder / "config.json").read_text())
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no readable config.json, so it is no head: {error}") from error
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint: safetensors first, else pickles of nothing but tensors."""
-    kinds = (sorted(folder.glob(kind)) for kind in ALLOWED[1:])
-    files = next(filter(None, kinds), None)
-    if not files:
-        raise ValueError(f"{folder} holds none of {', '.join(ALLOWED[1:])}.")
+def read_tensors(folder: Path, *, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint: safetensors, which are mapped, else pickles of nothing but tensors, read to `device`."""
+    kinds = ("*.safetensors", *PICKLES)
+    found = ([file for file in sorted(folder.glob(kind)) if not file.name.startswith(NOT_WEIGHTS)] for kind in kinds)
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in next(filter(None, found), ()):
         try:
-            tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-        except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
+            if file.suffix == ".safetensors":
+                tensors |= load_file(file)
+            else:
+                tensors |= torch.load(file, map_location=device, weights_only=True)
+        except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, TypeError) as error:
+            raise ValueError(f"{file.resolve()} is damaged ({error}): delete it and fetch it again.") from error
         except Exception as error:  # pickle.UnpicklingError and what a truncated archive raises
             raise ValueError(f"{file} is damaged, or holds more than tensors, which is never run: {error}") from error
     return tensors
 
 
-def is_eagle3(tensors: dict[str, torch.Tensor]) -> bool:
+def is_eagle3(names: Iterable[str]) -> bool:
     """Whether the layer norms its inputs apart and reads both at once, which only EAGLE-3's does."""
-    return any(key.endswith("hidden_norm.weight") for key in tensors)
+    return any(name.endswith("hidden_norm.weight") for name in names)
 
 
 def shared_fields(config: dict[str, Any], tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.compare import first_difference
+from hf_specdec.compare import first_difference, tie
 from hf_specdec.generator import METHODS
-from hf_specdec.methods import SHIPPED
+from hf_specdec.models import SHIPPED
 
 
 def spec_of(method: str, drafter: str | None, options: str | None) -> str:
@@ -96,7 +96,7 @@ def judge(column: dict, plain: dict, model: PreTrainedModel, input_ids: torch.Te
         so_far = "" if len(texts[0]) == len(plain["ids"]) == len(column["ids"]) else ", as far as it got"
         column["badge"] = ("same", f"✓ identical to plain decoding{so_far}")
         return
-    place = f"from token {difference.index + 1} on (margin there: {difference.margin:.3g} logits)"
+    place = f"from token {difference.index + 1} on ({tie(difference.margin)})"
     if not column["promises"]:
         column["badge"] = ("near", f"another text than plain decoding {place}, as this method's options allow")
     elif model.dtype in (torch.float32, torch.float64):

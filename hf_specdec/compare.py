@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,10 +25,21 @@ PLAIN = "plain"
 
 @dataclass
 class Difference:
-    """Where two texts part: the new token's index, and how near to a tie the target was there, in logits."""
+    """Where two texts part: the new token's index, and how near to a tie the target was there, in logits.
+
+    The margin is None where one text is the other's beginning, which no near tie explains.
+    """
 
     index: int
-    margin: float
+    margin: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"token": self.index, "margin": self.margin}
+
+
+def tie(margin: float | None) -> str:
+    """A difference's margin in words."""
+    return "one is the other's beginning" if margin is None else f"margin {margin:.3g}"
 
 
 @dataclass
@@ -130,8 +142,8 @@ def first_difference(
         return None
     shared = [a == b for a, b in zip(plain, other, strict=False)]
     index = shared.index(False) if False in shared else len(shared)
-    if index == len(shared):  # one is the other's beginning, which no near tie explains
-        return Difference(index, float("inf"))
+    if index == len(shared):
+        return Difference(index, None)
     prefix = torch.cat([input_ids, input_ids.new_tensor([plain[:index]])], dim=-1)
     logits = model(prefix).logits[0, -1].float()  # [v]
     return Difference(index, abs(float(logits[plain[index]] - logits[other[index]])))
@@ -155,14 +167,9 @@ def summarize(runs: Sequence[Run], *, by: Callable[[Run], bool] = lambda run: Tr
             "identical": sum(run.difference is None for run in own),
             "answers": len(own),
             "differences": [
-                {
-                    "kind": run.kind,
-                    "prompt": run.prompt,
-                    "token": run.difference.index,
-                    "margin": run.difference.margin,
-                }
+                {"kind": run.kind, "prompt": run.prompt, "repeat": run.repeat} | run.difference.to_dict()
                 for run in own
-                if run.difference is not None and run.repeat == 0
+                if run.difference is not None
             ],
         }
         if method != PLAIN:

@@ -97,7 +97,7 @@ def read_records(source: str, *, split: str = "train") -> list[dict]:
         if not path.is_file():
             raise ValueError(f"no such file: {path}")
         records = []
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
             if not line.strip():
                 continue
             try:
@@ -131,7 +131,7 @@ def read_messages(record: dict, *, index: int) -> list[dict]:
         (record[name] for name in ("messages", "conversations", "data") if record.get(name) is not None), None
     )
     if turns == []:
-        raise Unusable("no answer")
+        raise Unusable("no messages")
     if (
         isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)
     ):  # UltraChat as first published
@@ -166,6 +166,20 @@ def read_turn(turn: dict) -> dict:
     return {"role": role, "content": content, "tokens": turn.get("tokens"), "finished": turn.get("finished", True)}
 
 
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict], **options) -> str:
+    """The text of a conversation in the tokenizer's chat template.
+
+    Raises:
+        Unusable: for one without messages, or that the template refuses.
+    """
+    if not messages:
+        raise Unusable("no messages")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, TypeError) as error:  # TypeError: of a content that is no text
+        raise Unusable(f"refused by the chat template: {error}") from error
+
+
 class ChatFormat:
     """Turns conversations into token ids and a mask on the answers, by rendering the chat template turn by turn.
 
@@ -192,12 +206,12 @@ class ChatFormat:
             ) from why
 
     def render(self, messages: Sequence[dict], *, add_generation_prompt: bool = False) -> str:
-        """The template's text."""
+        """The template's text; Unusable if it refuses the messages."""
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-        return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return render(self.tokenizer, plain, add_generation_prompt=add_generation_prompt)
 
     def encode_prompt(self, messages: Sequence[dict]) -> list[int]:
-        """The ids of a conversation that the model is to answer."""
+        """The ids of a conversation that the model is to answer; Unusable if the template refuses it."""
         if not self.tokenizer.chat_template:
             return self.tokenizer(messages[-1]["content"]).input_ids
         text = self.render(messages, add_generation_prompt=True)
@@ -223,21 +237,18 @@ class ChatFormat:
         if not self.tokenizer.chat_template:
             yield from self.plain_pieces(messages)
             return
-        try:
-            text, position = self.render(messages), 0
-            for i, message in enumerate(messages):
-                if message["role"] == "assistant":
-                    start = len(prompt := self.render(messages[:i], add_generation_prompt=True))
-                    if not text.startswith(prompt) or start < position:
-                        raise Unusable("the generation prompt is not what stands in front of an answer")
-                    content_end, end = self.find(text, message["content"].strip(), start=start)
-                    yield text[position:start], False
-                    yield self.answer(message, text=text[start:content_end], end=text[content_end:end]), True
-                    position = end
-                    if not message.get("finished", True):
-                        return  # nothing can follow an answer that was cut off
-        except TemplateError as error:
-            raise Unusable(f"refused by the chat template: {error}") from error
+        text, position = self.render(messages), 0
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                start = len(prompt := self.render(messages[:i], add_generation_prompt=True))
+                if not text.startswith(prompt) or start < position:
+                    raise Unusable("the generation prompt is not what stands in front of an answer")
+                content_end, end = self.find(text, message["content"].strip(), start=start)
+                yield text[position:start], False
+                yield self.answer(message, text=text[start:content_end], end=text[content_end:end]), True
+                position = end
+                if not message.get("finished", True):
+                    return  # nothing can follow an answer that was cut off
 
     def find(self, text: str, content: str, *, start: int) -> tuple[int, int]:
         """Where the content behind `start` ends, and where the special token behind it does."""

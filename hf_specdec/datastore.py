@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,8 +17,11 @@ from pathlib import Path
 import numpy as np
 
 import hf_specdec
+from hf_specdec.data import Unusable, render
 from hf_specdec.retrieved import Retrieved, heaviest
 from hf_specdec.shard import MAX_LENGTH, Shard, write_shard
+
+logger = logging.getLogger(__name__)
 
 HEADER = "datastore.json"
 FORMAT = "hf_specdec.datastore"
@@ -292,13 +297,23 @@ def tokenizer_hash(tokenizer) -> str:
 
 
 def encode(texts: Iterable[str | list[dict]], tokenizer) -> Iterator[list[int]]:
-    """Yields the ids of each text, or of each chat (a list of `{"role", "content"}`) in the tokenizer's template."""
-    texts = iter(texts)
+    """Yields the ids of each text, or of each chat (a list of `{"role", "content"}`) in the tokenizer's template.
+
+    A chat that the template refuses gives no ids, so that an interrupted build still counts right; a warning counts them.
+    """
+    texts, dropped = iter(texts), Counter()
+
+    def text_of(item: str | list[dict]) -> str:
+        try:
+            return item if isinstance(item, str) else render(tokenizer, item)
+        except Unusable as reason:
+            dropped[str(reason)] += 1
+            return ""
+
     while batch := list(islice(texts, 256)):
-        batch = [
-            text if isinstance(text, str) else tokenizer.apply_chat_template(text, tokenize=False) for text in batch
-        ]
-        yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        yield from tokenizer(list(map(text_of, batch)), add_special_tokens=False, verbose=False)["input_ids"]
+    for reason, count in dropped.items():
+        logger.warning("hf_specdec: %d chats dropped (%s)", count, reason)
 
 
 def _write_header(folder: Path, header: dict) -> None:

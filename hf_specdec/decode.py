@@ -34,47 +34,48 @@ def decode(
     tree = DraftTree.chain(text.ids[0, -1:].tolist() or [0], device=device)  # a root alone: the prompt's last token
     stats.lap("prefill")
 
-    for step in count():  # step 0 is the prefill's
-        logits = outputs.logits[0].to(text.ids.device)  # [n, v]; the prefill's may begin before the root
-        pick = picker(
-            tree,
-            logits[-len(tree) :],
-            text,
-            processors=processors,
-            do_sample=do_sample,
-            record=record,
-            lossy_choice=generator.lossy_choice,
-        )
-        path, tokens, accepted, ended = [], [], 0, False
-        for node, token, drafted in walk(tree, pick):
-            path.append(node)
-            tokens.append(token)
-            accepted += drafted
-            stats.emit(from_draft=drafted)
-            ended = text.commit(token, record.scores)
+    with target.model._optimize_model_for_decode():  # after the prefill, as in plain decoding
+        for step in count():  # step 0 is the prefill's
+            logits = outputs.logits[0].to(text.ids.device)  # [n, v]; the prefill's may begin before the root
+            pick = picker(
+                tree,
+                logits[-len(tree) :],
+                text,
+                processors=processors,
+                do_sample=do_sample,
+                record=record,
+                lossy_choice=generator.lossy_choice,
+            )
+            path, tokens, accepted, ended = [], [], 0, False
+            for node, token, drafted in walk(tree, pick):
+                path.append(node)
+                tokens.append(token)
+                accepted += drafted
+                stats.emit(from_draft=drafted)
+                ended = text.commit(token, record.scores)
+                if ended:
+                    break
+            if step:
+                stats.record(tree, path, accepted=accepted)
+            stats.lap("accept")
+
+            record.step(outputs, path, start=target.start, windows=target.windows, is_prefill=step == 0)
+            stats.lap("other")
+            target.keep(path)
+            stats.lap("compact")
             if ended:
-                break
-        if step:
-            stats.record(tree, accepted=accepted)
-        stats.lap("accept")
+                return
 
-        record.step(outputs, path, start=target.start, is_prefill=step == 0)
-        stats.lap("other")
-        target.keep(path)
-        stats.lap("compact")
-        if ended:
-            return
-
-        generator.observe(Step(tree, path, tokens, logits=logits, hidden=target.hidden(outputs)))
-        outputs = logits = pick = None  # a prompt's logits are large
-        max_depth = text.max_length - text.length - 1  # one token is always the target's own
-        if max_depth > 0:
-            tree = target.fit(generator.draft(text.ids, max_depth=max_depth))
-        else:
-            tree = DraftTree.chain(tokens[-1:], device=device)
-        stats.lap("draft")
-        outputs = target.verify(tree)
-        stats.lap("verify")
+            generator.observe(Step(tree, path, tokens, logits=logits, hidden=target.hidden(outputs)))
+            outputs = logits = pick = None  # a prompt's logits are large
+            max_depth = text.max_length - text.length - 1  # one token is always the target's own
+            if max_depth > 0:
+                tree = target.fit(generator.draft(text.ids, max_depth=max_depth))
+            else:
+                tree = DraftTree.chain(tokens[-1:], device=device)
+            stats.lap("draft")
+            outputs = target.verify(tree)
+            stats.lap("verify")
 
 
 def picker(

@@ -12,6 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.compare import tie
 from hf_specdec.generator import SpecGenerator
 from hf_specdec.stats import STAGES
 
@@ -23,7 +24,7 @@ def identity(difference: dict[str, Any] | None) -> str:
     """The words for where an answer leaves plain decoding's."""
     if difference is None:
         return "yes"
-    return f"first difference at token {difference['token']}, margin {difference['margin']:.3g}"
+    return f"first difference at token {difference['token']}, {tie(difference['margin'])}"
 
 
 def speed_table(rows: list[dict]) -> Table:
@@ -33,8 +34,9 @@ def speed_table(rows: list[dict]) -> Table:
     for row in rows:
         same = "yes"
         if row["differences"]:
-            margin = max(item["margin"] for item in row["differences"])
-            same = f"{row['identical']} of {row['answers']}, margin ≤ {margin:.3g}"
+            margins = [item["margin"] for item in row["differences"]]
+            widest = tie(None) if None in margins else f"margin ≤ {max(margins):.3g}"
+            same = f"{row['identical']} of {row['answers']}, {widest}"
         steps = [f"{row[key]:.2f}" for key in ("tokens_per_step", "accepted_per_step") if key in row] or [
             "1.00",
             "0.00",

@@ -63,6 +63,11 @@ class Drafter(PreTrainedModel):
     config_class = DrafterConfig
     base_model_prefix = ""
 
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        w = config.draft_vocab_size
+        self.register_buffer("draft_ids", None if w is None else torch.arange(w))  # [w] target id of each draft id
+
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "config_class" in cls.__dict__:  # so that AutoConfig and AutoModel know it
@@ -102,11 +107,12 @@ class Drafter(PreTrainedModel):
         """
         from hf_specdec.hub import push  # which knows all methods, made of this class
 
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+        name = Path(self.config.name_or_path or repo_id).name  # by which reports know the head
+        with tempfile.TemporaryDirectory() as parent:
+            self.save_pretrained(folder := Path(parent, name))
             for record in RECORDS if self.config.name_or_path else ():
                 if (path := Path(self.config.name_or_path, record)).is_file():
-                    shutil.copyfile(path, Path(folder, record))
+                    shutil.copyfile(path, folder / record)
             where = dict(private=private, create_pr=create_pr, revision=revision, token=token)
             return push(folder, repo_id, commit_message=commit_message, **where, **about)
 
@@ -155,6 +161,10 @@ class Drafter(PreTrainedModel):
     def lm_head(self) -> nn.Module:
         """The target's output embeddings, borrowed."""
         return self._borrowed[1]
+
+    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Target ids of draft ids."""
+        return draft_ids if self.draft_ids is None else self.draft_ids[draft_ids]
 
 
 def target_fields(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> dict:

@@ -7,12 +7,14 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import (
     CandidateGenerator,
     GenerateDecoderOnlyOutput,
+    GenerationMode,
     LogitsProcessorList,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -28,15 +30,8 @@ from hf_specdec.target import TREE_ATTENTION, Target
 
 logger = logging.getLogger(__name__)
 
-OTHER_SPECULATION = (
-    "assistant_model",
-    "assistant_tokenizer",
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-    "use_mtp",
-    "speculation_type",
-)
-
+OTHER_SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")  # options
+OTHER_LOOPS = ("assistant_model", "assistant_tokenizer", "custom_generate")  # arguments, kept from custom callables
 
 HOOKS: dict[Callable, Callable] = {}  # our wrapper of `generate`, while it is on, and what it wraps
 
@@ -79,21 +74,21 @@ def speculate(
         prompt_logits=generator.prompt_logits,
         hidden_layers=generator.hidden_layers,
     )
+    text = Text(input_ids, criteria=stopping_criteria, max_length=generation_config.max_length, streamer=streamer)
+    target.check_rotation(text.max_length)
     generator.share(target)
     if not (generator.chain_only or target.tree_capable):
         generator.stats.notes.append("drafts are cut to chains: the target's cache or positions cannot hold a tree")
-    text = Text(input_ids, criteria=stopping_criteria, max_length=generation_config.max_length, streamer=streamer)
     record = Record(generation_config)
     try:
-        with model._optimize_model_for_decode():
-            decode(
-                target,
-                generator,
-                text,
-                processors=logits_processor,
-                do_sample=generation_config.do_sample,
-                record=record,
-            )
+        decode(
+            target,
+            generator,
+            text,
+            processors=logits_processor,
+            do_sample=generation_config.do_sample,
+            record=record,
+        )
     finally:
         generator.end()
     target.close()
@@ -133,6 +128,12 @@ def check_call(
     if others:
         raise ValueError(
             f"{', '.join(others)} selects another way to speculate: leave it out with candidate_generator."
+        )
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"Speculative decoding is greedy or samples, but the options of this call (penalty_alpha, dola_layers, ...) ask "
+            f"for {mode.value}: leave them out, or generate without candidate_generator."
         )
     if config.use_cache is False and model.generation_config.use_cache is not False:
         raise ValueError(
@@ -176,8 +177,7 @@ def install() -> None:
         call.apply_defaults()
         given = call.arguments
         extra = given["kwargs"]
-        others = [name for name in ("assistant_model", "custom_generate") if given.get(name) is not None]
-        others += [name for name in OTHER_SPECULATION if extra.get(name) is not None]
+        others = [name for name in OTHER_LOOPS if (given | extra).get(name) is not None]
         if others:
             raise ValueError(
                 f"candidate_generator= and {', '.join(others)}= are different ways to decode: pass one of them."
@@ -185,6 +185,11 @@ def install() -> None:
         if given["synced_gpus"]:
             raise ValueError(
                 "synced_gpus=True runs all ranks in step, which speculative decoding cannot: leave it out."
+            )
+        if option("token_healing", self, given):
+            raise ValueError(
+                "token_healing=True rewrites the prompt by a tokenizer that transformers keeps from custom loops: call "
+                "model.heal_tokens(input_ids, tokenizer) first, and leave it out."
             )
         bind_stop_strings(self, given, extra)
         given["custom_generate"] = functools.partial(
@@ -209,13 +214,17 @@ def uninstall() -> None:
         raise RuntimeError(f"{hook.__module__} wrapped generate after hf_specdec did: take that wrapper off first.")
 
 
+def option(name: str, model: PreTrainedModel, given: dict) -> Any:
+    """The value of a generation option as `generate` takes it: the call's, else its config's, else the model's."""
+    if name in given["kwargs"]:
+        return given["kwargs"][name]
+    value = getattr(given["generation_config"], name, None)
+    return getattr(model.generation_config, name) if value is None else value
+
+
 def bind_stop_strings(model: PreTrainedModel, given: dict, extra: dict) -> None:
     """Turns stop strings into a criterion here, since transformers takes `tokenizer=` away from custom callables."""
-    config = given["generation_config"]
-    configs = [item for item in (config, model.generation_config) if item is not None]
-    stop_strings = extra.get("stop_strings") or next(
-        (item.stop_strings for item in configs if item.stop_strings), None
-    )
+    config, stop_strings = given["generation_config"], option("stop_strings", model, given)
     tokenizer = extra.pop("tokenizer", None)
     if not stop_strings:
         return

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator, LogitsProcessorList
 
+from hf_specdec.models import EMBEDDED_HEADS, SHIPPED
 from hf_specdec.stats import SpecStats
 from hf_specdec.tree import DraftTree
 
@@ -46,7 +47,7 @@ class Step:
 class SpecGenerator(CandidateGenerator):
     """Base of all drafting methods; also a working `CandidateGenerator` for transformers' own assisted loop.
 
-    A subclass sets `name`, which files it in `METHODS`, and implements `draft`; `bind`, `begin` and `observe` where it
+    A subclass sets `name`, which files it in `METHODS`, and implements `draft`; `attach`, `begin` and `observe` where it
     keeps state. One object serves any number of `generate` calls, one after the other. After a call `stats` tells what
     happened in it.
 
@@ -79,6 +80,7 @@ class SpecGenerator(CandidateGenerator):
     lossless: bool = True
     lossy_choice: Callable[[torch.Tensor, list[int]], int | None] | None = None
     seed_exact: bool = True
+    _bound: tuple | None = None  # to which model, and where that was
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -90,11 +92,24 @@ class SpecGenerator(CandidateGenerator):
         self._seen: torch.Tensor | None = None  # the text as transformers' own loop last showed it
 
     def bind(self, model: PreTrainedModel) -> None:
+        """Calls `attach`, unless this generator is attached to `model` already; where that fails it is attached to none."""
+        if self._bound != (place := (model, model.device, model.dtype)):
+            self._bound = None
+            self.attach(model)
+            self._bound = place
+
+    def attach(self, model: PreTrainedModel) -> None:
         """Checks, before any forward, that this generator can draft for `model`, and takes from it what it shares.
 
         Raises:
             ValueError: if it cannot; names both sides' values.
         """
+
+    def check_counts(self, *, least: int = 1, **counts: int | None) -> None:
+        """Raises ValueError for an option of the constructor below `least`; None is no count."""
+        for option, value in counts.items():
+            if value is not None and value < least:
+                raise ValueError(f"{type(self).__name__}({option}={value}): it must be at least {least}.")
 
     def share(self, target: Target) -> None:
         """Takes the call's target, before it runs: for a generator that runs some of its layers itself while drafting.
@@ -155,7 +170,8 @@ class SpecGenerator(CandidateGenerator):
 def make_generator(spec: str) -> SpecGenerator:
     """A generator from one line of text, `name[:drafter][?option=value&option=value]`.
 
-    For example `pld`, `pld?num_matches=1&max_ngram=2` or `sps:user/drafter?num_draft_tokens=4`.
+    For example `pld`, `pld?num_matches=1&max_ngram=2` or `sps:user/drafter?num_draft_tokens=4`. Heads that ship for the
+    embedded model are known by their names: `eagle:eagle2`.
 
     Raises:
         ValueError: for an unknown method or option, or a drafter that is missing or not taken.
@@ -169,16 +185,24 @@ def make_generator(spec: str) -> SpecGenerator:
         raise ValueError(f"method {name!r} needs {method.drafter_argument}; write it as {name}:DRAFTER.")
     if drafter and not method.drafter_argument:
         raise ValueError(f"method {name!r} drafts without a model, but {drafter!r} was given: write {name} alone.")
-    known = [key for key, value in inspect.signature(method).parameters.items() if value.kind is value.KEYWORD_ONLY]
+    if SHIPPED.get(drafter) == name:
+        drafter = str(EMBEDDED_HEADS / drafter)
+    known = {
+        key: option.default
+        for key, option in inspect.signature(method).parameters.items()
+        if option.kind is option.KEYWORD_ONLY
+    }
     options = {}
     for item in filter(None, tail.split("&")):
         key, _, value = item.partition("=")
         if key not in known:
             raise ValueError(f"method {name!r} has no option {key!r}; it has {', '.join(known)}.")
         try:
-            options[key] = json.loads(value)
+            options[key] = json.loads(value.lower() if value.lower() in ("true", "false") else value)
         except json.JSONDecodeError:
             options[key] = value
+        if isinstance(known[key], bool) and isinstance(options[key], str):
+            raise ValueError(f"method {name!r}: {key}={value} is neither true nor false; write one of them.")
     try:
         return method(*filter(None, [drafter]), **options)
     except TypeError as error:

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard
 from huggingface_hub.errors import RepositoryNotFoundError
-from safetensors import SafetensorError, safe_open
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_specdec
 from hf_specdec import cards
-from hf_specdec.checkpoints import is_eagle3, read_config
+from hf_specdec.checkpoints import is_eagle3, read_config, read_tensors
 from hf_specdec.datastore import HEADER, Datastore
 from hf_specdec.drafter import load_head
 from hf_specdec.generator import METHODS, SpecGenerator
@@ -79,9 +77,9 @@ def method_of(folder: Path, source: str) -> str:
     config = read_config(folder)
     if method := method_of_head(config):
         return method
-    names = tensor_names(folder)
+    names = read_tensors(folder, device="meta").keys()
     attention = "layers.0.self_attn.k_proj.weight" in names
-    if is_eagle3(dict.fromkeys(names)) or (attention and "fc.weight" in names):
+    if is_eagle3(names) or (attention and "fc.weight" in names):
         return "eagle"
     if any(re.fullmatch(r"(medusa_head\.)?\d+\.\d+\.linear\.weight", name) for name in names):
         return "medusa"
@@ -99,24 +97,6 @@ def method_of_head(config: dict) -> str | None:
     """The method whose heads have this config, None if it is not one of ours."""
     kinds = {method.head_class.config_class.model_type: name for name, method in METHODS.items() if method.head_class}
     return kinds.get(config.get("model_type"))
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Names of all tensors of a checkpoint; ValueError for a damaged file."""
-    names: set[str] = set()
-    files = sorted(folder.glob("*.safetensors")) or sorted(path for kind in PICKLES for path in folder.glob(kind))
-    for file in files:
-        try:
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt") as tensors:
-                    names |= set(tensors.keys())
-            else:
-                names |= set(torch.load(file, map_location="meta", weights_only=True))
-        except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, TypeError) as error:
-            raise ValueError(f"{file.resolve()} is damaged ({error}): delete it and fetch it again.") from error
-        except Exception as error:  # pickle.UnpicklingError and what a truncated archive raises
-            raise ValueError(f"{file} is damaged, or holds more than tensors, which is never run: {error}") from error
-    return names
 
 
 @dataclass
@@ -254,7 +234,7 @@ def head_upload(
         files["config.json"] = json.dumps(config | {"target": base_model}, indent=2).encode() + b"\n"
     training = read_json(folder / TRAINING) or {}
     figures = (
-        cards.report_figures(Path(results), method, folder.resolve().name)
+        cards.report_figures(Path(results), method, folder.resolve())
         if results
         else read_json(folder / EVALUATION) or []
     )

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from huggingface_hub import model_info
+from huggingface_hub import HfApi
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -21,13 +21,13 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.columns import Pieces, judge, new_column, read_drafts
 from hf_specdec.compare import PLAIN, conditions, encode, synchronize
 from hf_specdec.generator import SpecGenerator, make_generator
-from hf_specdec.methods import SHIPPED
 from hf_specdec.methods.sps import SpSGen
-from hf_specdec.models import EMBEDDED, EMBEDDED_HEADS, HUB_TIMEOUT, load_model
+from hf_specdec.models import EMBEDDED, HUB_TIMEOUT, SHIPPED, load_model
 
 ZERO_GPU = bool(os.environ.get("SPACES_ZERO_GPU"))  # a Space whose GPU is lent to one call at a time
 MODELS = os.environ.get("HF_SPECDEC_MODELS", f"{EMBEDDED},HuggingFaceTB/SmolLM2-360M-Instruct").split(",")
-MAX_PARAMETERS = float(os.environ.get("HF_SPECDEC_MAX_PARAMETERS", 8e9))  # of a model given by its Hub id
+MAX_PARAMETERS = float(os.environ.get("HF_SPECDEC_MAX_PARAMETERS", 8e9))  # of what is given by its Hub id
+BYTES = 2  # of a parameter
 UPDATE_SECONDS = 0.15
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 PARTS = re.compile(r"\w+(\+\w+)+")  # of a hybrid
@@ -80,16 +80,20 @@ def stop_run(run: str | None) -> None:
         Path(running.name, run).unlink(missing_ok=True)
 
 
-def check_size(repo_id: str) -> None:
-    """Raises ValueError for what is no Hub id, or for a repository of more parameters than a visitor may load."""
+def check_size(repo_id: str, repo_type: str = "model") -> None:
+    """Raises ValueError for what is no Hub id, or for a repository larger than a visitor may load."""
     if not HUB_ID.fullmatch(repo_id):
         raise ValueError(f"{repo_id!r} is no Hub id: write owner/name, or choose from the list.")
     try:
-        weights = model_info(repo_id, timeout=HUB_TIMEOUT, expand=["safetensors"]).safetensors
+        about = HfApi().repo_info(repo_id, repo_type=repo_type, timeout=HUB_TIMEOUT, files_metadata=True)
     except Exception:  # what loads it says better than this what is wrong
         return
-    if weights is not None and weights.total > MAX_PARAMETERS:
-        raise ValueError(f"{repo_id} has {weights.total:.2g} parameters; this page takes up to {MAX_PARAMETERS:.2g}.")
+    size = sum(file.size or 0 for file in about.siblings)
+    if weights := getattr(about, "safetensors", None):  # a repository may hold more than is loaded
+        size = BYTES * weights.total
+    if size > BYTES * MAX_PARAMETERS:
+        limit = f"{MAX_PARAMETERS:.2g} parameters, or {BYTES * MAX_PARAMETERS / 1e9:.3g} GB"
+        raise ValueError(f"{repo_id} is as large as {size / BYTES:.2g} parameters; this page takes up to {limit}.")
 
 
 @lru_cache(maxsize=2)
@@ -110,10 +114,8 @@ def make(spec: str, dtype: str) -> SpecGenerator | None:
     name, _, drafter = head.partition(":")
     if not OPTIONS.fullmatch(options):
         raise ValueError(f"options {options!r}: write name=value&name=value, with numbers below 1000 or words.")
-    if SHIPPED.get(drafter) == name:
-        return make_generator(f"{name}:{EMBEDDED_HEADS / drafter}?{options}")
-    if drafter and drafter not in MODELS and not PARTS.fullmatch(drafter):
-        check_size(drafter)
+    if drafter and drafter not in MODELS and SHIPPED.get(drafter) != name and not PARTS.fullmatch(drafter):
+        check_size(drafter, "dataset" if name == "rest" else "model")
     generator = make_generator(spec)
     if isinstance(generator, SpSGen) and drafter in MODELS:
         generator.drafter = load(drafter, dtype)[0]

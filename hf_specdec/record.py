@@ -44,7 +44,15 @@ class Record:
         if self.scores is not None:
             self.scores += (scores,)
 
-    def step(self, outputs: ModelOutput, path: Sequence[int], *, start: int, is_prefill: bool) -> None:
+    def step(
+        self,
+        outputs: ModelOutput,
+        path: Sequence[int],
+        *,
+        start: int,
+        windows: Sequence[int | None],
+        is_prefill: bool,
+    ) -> None:
         """Adds the hidden states and attentions of each accepted node, cut to what it would have seen in plain decoding."""
         if self.hidden_states is not None:
             shown = self.shown(outputs.hidden_states)
@@ -60,8 +68,8 @@ class Record:
             else:
                 self.attentions += tuple(
                     tuple(
-                        None if layer is None else attended(layer, path[: i + 1], start)
-                        for layer in outputs.attentions
+                        None if layer is None else attended(layer, path[: i + 1], start=start, window=window)
+                        for layer, window in zip(outputs.attentions, windows, strict=True)
                     )
                     for i in range(len(path))
                 )
@@ -87,7 +95,11 @@ class Record:
         )
 
 
-def attended(attention: torch.Tensor, path: Sequence[int], start: int) -> torch.Tensor:
-    """The row of `path`'s last node, over the text and `path` itself: `(1, heads, 1, start + len(path))`."""
-    columns = torch.cat([torch.arange(start), torch.tensor(path) + start]).to(attention.device)
-    return attention[:, :, path[-1] : path[-1] + 1].index_select(-1, columns)
+def attended(attention: torch.Tensor, path: Sequence[int], *, start: int, window: int | None) -> torch.Tensor:
+    """The row of `path`'s last node, over the text and `path` itself, as far as `window` reaches: `(1, heads, 1, seen)`."""
+    first = (
+        start + attention.shape[-2] - attention.shape[-1]
+    )  # of the text's tokens, which a window has only the last of
+    columns = torch.cat([torch.arange(first, start), torch.tensor(path) + start]) - first
+    columns = columns[-window:] if window else columns
+    return attention[:, :, path[-1] : path[-1] + 1].index_select(-1, columns.to(attention.device))

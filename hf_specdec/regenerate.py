@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -80,7 +83,7 @@ def regenerate(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> dict[str, int]:
-    """Appends each record's conversation with the target's answers to `output`, and returns counts.
+    """Appends each record's conversation with the target's answers to `output`, and returns counts, of dropped ones by reason.
 
     Records already in the file are not written again, so an interrupted run carries on where it was. An answer that was cut
     at `max_new_tokens` has "finished" false: its end is not trained.
@@ -89,22 +92,31 @@ def regenerate(
         records (`Sequence[dict]`): of any known layout; answers they have are replaced, prompts alone are answered.
         batch_size (`int`): answers written at a time, of prompts of similar length.
         temperature (`float`): 0 answers greedily, as drafts are verified most often.
+
+    Raises:
+        ValueError: if the file was written with other settings, or for other records.
     """
-    counts = {"written": 0, "done before": 0, "too long": 0, "unusable": 0}
-    done = read_done(output)
+    counts = Counter({"written": 0, "done before": 0})
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    done = {row["index"]: prompts_of(row["messages"]) for row in read_done(output, model, settings)}
     conversations = {}
     for index, record in enumerate(records):
-        if index in done:
-            counts["done before"] += 1
-            continue
         try:
             conversations[index] = prompts_of(read_messages(record, index=index))
-        except Unusable:
-            counts["unusable"] += 1
+        except Unusable as reason:
+            counts[f"dropped ({reason})"] += 1
+    for index in done.keys() & conversations.keys():
+        counts["done before"] += 1
+        asked = conversations.pop(index)[: len(done[index])]  # an answer that was cut off has ended the conversation
+        if asked != done[index]:
+            found, given = next(pair for pair in zip_longest(done[index], asked) if pair[0] != pair[1])
+            raise ValueError(
+                f"{output} was written for other data: its record {index} has {str(found)[:80]}, that of the data (its --split "
+                f"and --quote) {str(given)[:80]}: give another --output."
+            )
     chat_format = ChatFormat(tokenizer)
     pending = list(conversations)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a") as file, progress_bar(quiet=False) as progress:
+    with output.open("a", encoding="utf-8") as file, progress_bar(quiet=False) as progress:
         task = progress.add_task("answers", total=len(pending))
         for start in range(0, len(pending), batch_size * WINDOW):
             window = sorted(pending[start : start + batch_size * WINDOW], key=lambda i: size(conversations[i]))
@@ -112,7 +124,7 @@ def regenerate(
                 batch = window[at : at + batch_size]
                 torch.manual_seed(seed + batch[0])
                 chats = [conversations[i] for i in batch]
-                written = converse(
+                written, reasons = converse(
                     model,
                     chat_format,
                     chats,
@@ -120,9 +132,10 @@ def regenerate(
                     max_prompt_tokens=max_prompt_tokens,
                     temperature=temperature,
                 )
-                for index, messages in zip(batch, written, strict=True):
-                    counts["written" if messages else "too long"] += 1
-                    file.write(json.dumps({"index": index, "messages": messages}) + "\n")
+                for index, messages, reason in zip(batch, written, reasons, strict=True):
+                    if messages:
+                        file.write(json.dumps({"index": index, "messages": messages}) + "\n")
+                    counts["written" if messages else f"dropped ({reason})"] += 1
                 file.flush()
                 progress.advance(task, len(batch))
     return counts
@@ -141,14 +154,26 @@ def quoting(records: Sequence[dict], num_quoted: int, *, seed: int = 0) -> list[
     return [{"messages": messages} for messages in conversations]
 
 
-def read_done(output: Path) -> set[int]:
-    """Indices of the records in the file; a last line that was cut off by an interruption is taken out."""
-    if not output.exists():
-        return set()
-    whole, _, rest = output.read_text().rpartition("\n")
-    if rest:
-        output.write_text(whole + "\n" if whole else "")
-    return {json.loads(line)["index"] for line in whole.splitlines() if line}
+def read_done(output: Path, model: PreTrainedModel, settings: dict) -> list[dict]:
+    """The rows of a file to go on with; a last line that was cut off by an interruption is taken out.
+
+    A file without rows is made, and what it is written with is noted beside it.
+
+    Raises:
+        ValueError: if the rows were written with another target or other settings.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.touch()
+    os.truncate(output, output.read_bytes().rfind(b"\n") + 1)
+    rows, note = read_records(str(output)), output.with_suffix(".settings.json")
+    about = {"target": model.config.name_or_path, **settings}
+    if not rows:
+        note.write_text(json.dumps(about), encoding="utf-8")
+        return []
+    found = json.loads(note.read_text(encoding="utf-8")) if note.exists() else f"settings that no {note.name} tells"
+    if found != about:
+        raise ValueError(f"{output} was written with {found}, not with {about}: give another --output.")
+    return rows
 
 
 def size(messages: Sequence[dict]) -> int:
@@ -171,28 +196,39 @@ def converse(
     max_new_tokens: int,
     max_prompt_tokens: int,
     temperature: float,
-) -> list[list[dict]]:
-    """The conversations with the target's answer behind each message of the user; [] for a prompt that is too long."""
+) -> tuple[list[list[dict]], list[str]]:
+    """The conversations with the target's answer behind each message of the user, and why each ended early.
+
+    They end before a prompt that is too long or that the template refuses: one without any answer is [].
+    """
     texts: list[list[dict]] = [[] for _ in chats]
+    reasons = [""] * len(chats)
     waiting = [list(chat) for chat in chats]
     while any(waiting):
-        active = []
+        prompts = {}
         for i, messages in enumerate(waiting):
             while messages and (not texts[i] or texts[i][-1]["role"] != "user"):
                 texts[i].append(messages.pop(0))
             if texts[i] and texts[i][-1]["role"] == "user":
-                active.append(i)
-        prompts = {i: chat_format.encode_prompt(texts[i]) for i in active}
-        for i in [i for i in active if len(prompts[i]) > max_prompt_tokens]:
-            texts[i].pop()
-            waiting[i], active = [], [j for j in active if j != i]
-        answers = write(model, [prompts[i] for i in active], max_new_tokens=max_new_tokens, temperature=temperature)
-        for i, (tokens, finished) in zip(active, answers, strict=True):
+                try:
+                    prompts[i] = fitting(chat_format.encode_prompt(texts[i]), max_prompt_tokens)
+                except Unusable as reason:
+                    texts[i].pop()
+                    waiting[i], reasons[i] = [], str(reason)
+        answers = write(model, list(prompts.values()), max_new_tokens=max_new_tokens, temperature=temperature)
+        for i, (tokens, finished) in zip(prompts, answers, strict=True):
             content = chat_format.tokenizer.decode(tokens, skip_special_tokens=True)
             texts[i].append({"role": "assistant", "content": content, "tokens": tokens, "finished": finished})
             if not finished or not content.strip():
                 waiting[i] = []
-    return [messages if any(m["role"] == "assistant" for m in messages) else [] for messages in texts]
+    return [messages if any(m["role"] == "assistant" for m in messages) else [] for messages in texts], reasons
+
+
+def fitting(prompt: list[int], max_tokens: int) -> list[int]:
+    """The prompt; Unusable if it is longer than that."""
+    if len(prompt) > max_tokens:
+        raise Unusable("a prompt that is too long")
+    return prompt
 
 
 @torch.inference_mode()
@@ -245,9 +281,8 @@ def write_prompts(
     mark = "\u2063mark\u2063"
     text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     header = tokenizer(text.partition(mark)[0], add_special_tokens=False).input_ids
-    done = len(read_done(output))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a") as file, progress_bar(quiet=False) as progress:
+    done = len(read_done(output, model, {"max_new_tokens": max_new_tokens, "seed": seed}))
+    with output.open("a", encoding="utf-8") as file, progress_bar(quiet=False) as progress:
         task = progress.add_task("prompts", total=num_prompts, completed=done)
         while done < num_prompts:
             torch.manual_seed(seed + done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import ClassVar
 
@@ -26,7 +27,9 @@ class SpecStats:
         accepted (`int`): drafted tokens that were emitted.
         emitted (`int`): new tokens in all.
         drafted_lengths (`list[int]`): drafted tokens of each step.
-        draft_depths (`list[int]`): longest path of each step's draft.
+        draft_depths (`list[int]`):
+            Longest path of each step's draft; where a shorter one was accepted to its end, that one's length, as nothing
+            was drafted behind it.
         accepted_lengths (`list[int]`): accepted tokens of each step.
         from_draft (`list[bool]`): for each emitted token, whether it was drafted.
         seconds (`dict[str, float]`):
@@ -83,13 +86,13 @@ class SpecStats:
         self.emitted += 1
         self.from_draft.append(from_draft)
 
-    def record(self, tree: DraftTree, *, accepted: int) -> None:
-        """Counts one step, in which `accepted` of the tree's drafted tokens were emitted."""
+    def record(self, tree: DraftTree, path: Sequence[int], *, accepted: int) -> None:
+        """Counts one step, which went along the nodes of `path` and emitted `accepted` of the tree's drafted tokens."""
         self.steps += 1
         self.drafted += len(tree) - 1
         self.accepted += accepted
         self.drafted_lengths.append(len(tree) - 1)
-        self.draft_depths.append(tree.depth)
+        self.draft_depths.append(tree.depth if path[-1] in tree.host[1] else accepted)
         self.accepted_lengths.append(accepted)
 
     @property
@@ -104,13 +107,17 @@ class SpecStats:
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """For each draft position i: how often it was accepted, given that it was drafted and position i-1 accepted."""
+        """For each draft position i: how often it was accepted, given that it was drafted and position i-1 accepted.
+
+        In a tree it was drafted where the node accepted at i-1 has children. What stood behind a text's end was not refused.
+        """
+        steps = list(zip(self.accepted_lengths, self.draft_depths, strict=True))
+        if self.from_draft[-1:] == [True]:  # the text ended inside the last draft
+            steps[-1] = (steps[-1][0],) * 2
         rates = []
         for position in range(1, max(self.draft_depths, default=0) + 1):
             reached = [
-                accepted >= position
-                for accepted, depth in zip(self.accepted_lengths, self.draft_depths, strict=True)
-                if accepted >= position - 1 and depth >= position
+                accepted >= position for accepted, depth in steps if accepted >= position - 1 and depth >= position
             ]
             if not reached:
                 break

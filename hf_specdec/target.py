@@ -18,6 +18,14 @@ SEQUENCE_LONG = ("cache", "position_ids", "attention_mask", "inputs_embeds", "lo
 TREE_ATTENTION = ("sdpa", "eager")  # the implementations that add a float mask to the scores
 
 
+def takes_masks(model: PreTrainedModel) -> bool:
+    """Whether it can be told by an additive mask what each token sees, and by positions alone where each stands."""
+    config = model.config.get_text_config(decoder=True)
+    by_rows = config.model_type == "gpt_neo" or getattr(config, "alibi", False)  # local windows, and alibi's distances
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    return takes_positions and not by_rows and config._attn_implementation in TREE_ATTENTION
+
+
 class Target:
     """Runs the target over the prompt and over drafts; owns its cache, positions and masks for one call.
 
@@ -47,18 +55,19 @@ class Target:
         self.generation_config = generation_config
         self.stock_cache = model_kwargs["cache"]
         self.attention_mask = model_kwargs.get("attention_mask")  # [1, prompt], None where nothing is padded
+        self.padding = None  # [prompt], True where padded
+        if self.attention_mask is not None:
+            self.attention_mask = self.attention_mask.to(model.device)
+            self.padding = self.attention_mask[0] == 0
         position_ids = model_kwargs.get("position_ids")  # [1, prompt]
         parameters = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in parameters and position_ids is not None
         self.keeps_logits = "logits_to_keep" in parameters
         self.root_position = int(position_ids[0, -1]) if self.takes_positions else 0
-        self.padding = None  # [prompt], True where padded
-        if self.attention_mask is not None:
-            self.padding = self.attention_mask[0].to(model.device) == 0
         prompt_length = position_ids.shape[-1] if self.takes_positions else input_ids.shape[1]
         max_new_tokens = generation_config.max_length - input_ids.shape[1]
-        capacity = prompt_length + min(max_new_tokens, 4096) + max_nodes
-        self.cache = open_cache(model, self.stock_cache, capacity=capacity)
+        self.capacity = prompt_length + min(max_new_tokens, 4096) + max_nodes
+        self.cache = open_cache(model, self.stock_cache, capacity=self.capacity)
         self.prefill_kwargs = model_kwargs | {"cache": self.cache.cache}
         if self.keeps_logits:
             self.prefill_kwargs["logits_to_keep"] = prompt_logits
@@ -74,20 +83,58 @@ class Target:
     @cached_property
     def tree_capable(self) -> bool:
         """Whether it can verify trees, not only chains."""
+        return self.cache.tree_capable and self.takes_positions and takes_masks(self.model)
+
+    def check_rotation(self, max_length: int) -> None:
+        """Checks that no draft crosses a length at which rotary frequencies change: a block gets those of its last token.
+
+        Args:
+            max_length (`int`): tokens the text may have, the prompt's included.
+
+        Raises:
+            ValueError: naming that length.
+        """
         config = self.model.config.get_text_config(decoder=True)
-        return self.cache.tree_capable and self.takes_positions and config._attn_implementation in TREE_ATTENTION
+        rope, prompt = getattr(config, "rope_parameters", None) or {}, self.root_position + 1
+        longest = prompt + max_length - self.input_ids.shape[1]
+        for kind in (rope, *rope.values()):  # of all layers, or by their type
+            match kind:
+                case {"rope_type": "dynamic"}:
+                    limit = config.max_position_embeddings  # and with every token beyond
+                case {"rope_type": "longrope", "original_max_position_embeddings": limit} if prompt <= limit:
+                    pass
+                case _:
+                    continue
+            if longest - 1 > limit:  # the last token is never run
+                raise ValueError(
+                    f"{type(self.model).__name__} rotates by other frequencies in texts of more than {limit} tokens, and this "
+                    f"one of {prompt} may grow to {longest}; a draft across that length would change the text: give fewer "
+                    "max_new_tokens, or generate without candidate_generator."
+                )
 
     def prefill(self) -> ModelOutput:
-        """Runs what the cache does not hold yet of the prompt; the last logits are those after the prompt."""
+        """Runs what the cache does not hold yet of the prompt; the last logits are those after the prompt.
+
+        Raises:
+            ValueError: if the model keeps no keys and values.
+        """
         outputs = self.model._prefill(self.input_ids, self.generation_config, self.prefill_kwargs)
+        cache = outputs.get("cache")
+        if cache is None:
+            raise ValueError(
+                f"{type(self.model).__name__} keeps no keys and values: generate without candidate_generator."
+            )
+        if cache is not self.cache.cache:  # Phi-3 encodes a long text anew, and goes on with what it then returns
+            self.stock_cache, self.cache = cache, open_cache(self.model, cache, capacity=self.capacity)
         self.start = self.cache.length - 1  # the prompt's last token is the root of an empty draft
         return outputs
 
     def fit(self, tree: DraftTree) -> DraftTree:
-        """The tree, or its preferred chain where the target can verify no more than that."""
-        if self.tree_capable or tree.is_chain:
-            return tree
-        return tree.select(tree.first_path())
+        """The tree, or its preferred chain where the target can verify no more than that; moved to the target's device."""
+        if not (self.tree_capable or tree.is_chain):
+            tree = tree.select(tree.first_path())
+        tree.move_to(self.model.device)
+        return tree
 
     def split(self, exit_layer: int) -> None:
         """Lets a generator run the layers below `exit_layer` on its draft's nodes; `verify` then runs only the others.
@@ -182,6 +229,14 @@ class Target:
         if not self.hidden_layers or outputs.hidden_states is None:
             return None
         return tuple(outputs.hidden_states[layer][0] for layer in self.hidden_layers)
+
+    @cached_property
+    def windows(self) -> list[int | None]:
+        """For each layer, how many tokens a token sees, itself included; None for all."""
+        layers = self.cache.cache.layers  # fewer than the model has where some read the keys of others of their type
+        types = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None) or range(len(layers))
+        by_type = {kind: getattr(layer, "sliding_window", None) for kind, layer in zip(types, layers, strict=False)}
+        return [by_type.get(kind) for kind in types]
 
     def keep(self, path: list[int]) -> None:
         """Cuts the last block out of the cache but for the rows of `path`, and moves on behind them."""

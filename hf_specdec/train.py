@@ -90,15 +90,25 @@ def train(
     options = read_fields(field)
     if from_head and (options or draft_vocab_size):
         raise ValueError("--from-head keeps the head's architecture and ids: give no --set and no --draft-vocab-size.")
+    if cache_layer and not feature_cache:
+        raise ValueError("--cache-layer says what to keep in a --feature-cache: give its folder.")
+    no_budget = 0 in (max_steps, max_minutes)
     checkpoint = last_checkpoint(output / CHECKPOINTS)
     if checkpoint and not (resume or dry_run):
         raise ValueError(f"{output} has checkpoints of another run: go on with --resume, or give another --output.")
+    if checkpoint and no_budget and not dry_run:
+        raise ValueError("--resume trains on: give more --max-steps or --max-minutes than 0, or another --output.")
     state = PartialState(cpu=device == "cpu")
     model, tokenizer = load_model(target, dtype, device=device or state.device)
     if data == "self":
         # what cannot be is an error now, not after hours of writing
         make_head(generator_class.head_class, model, tokenizer, from_head=from_head, options=options)
         data = str(output / "self.jsonl")
+        if dry_run:
+            state.print(
+                f"the target would write {num_prompts} prompts and its answers into {data}, whose sizes are not known"
+            )
+            return
         with state.main_process_first():  # the others find everything written
             write_own(model, tokenizer, Path(data), num_prompts=num_prompts, seed=seed)
     chats = read_chats(data, tokenizer, split=split, max_length=max_length, limit=limit)
@@ -146,7 +156,7 @@ def train(
         store=store,
         validate=lambda: acceptance(model, head, generator_class, kept, max_new_tokens=eval_new_tokens),
     )
-    if max_steps != 0:
+    if not no_budget:
         trainer.train(resume_from_checkpoint=checkpoint)
         this_run = recipe(chats, args, steps=trainer.state.global_step)
         head.config.trained_on = "; then ".join(filter(None, [head.config.trained_on, this_run]))
@@ -274,8 +284,8 @@ def as_command(given: dict) -> str:
             continue
         option = kinds[name].__metadata__[0].default  # where typer keeps the first name of an annotated option
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, Path) or os.path.exists(str(item)):
-                item = os.path.basename(item)
+            if isinstance(item, Path) or (isinstance(item, str) and os.path.exists(item)):
+                item = Path(item).name
             words += [option] if item is True else [option, str(item)]
     return shlex.join(words)
 
@@ -283,7 +293,7 @@ def as_command(given: dict) -> str:
 def save(head: Drafter, output: Path, about: dict) -> None:
     """Writes the head, and beside it how its training went."""
     head.save_pretrained(output)
-    (output / hub.TRAINING).write_text(json.dumps(about, indent=1))
+    (output / hub.TRAINING).write_text(json.dumps(about, indent=1), encoding="utf-8")
     print(json.dumps(about["final"], indent=1), f"the head is in {output}", sep="\n")
 
 

@@ -66,8 +66,11 @@ class LengthBuckets(torch.utils.data.Sampler):
 class Schedule:
     """Learning rate over the budget: linear warm-up, then a cosine to 0. The budget is steps, seconds or both.
 
-    Its attributes are saved and restored with torch's scheduler, so an interrupted run goes on where it was.
+    Torch's scheduler saves and restores its `__dict__`, what was spent: an interrupted run goes on where it was. The budget,
+    in slots, is always the one given now.
     """
+
+    __slots__ = ("total_steps", "warmup", "max_seconds", "__dict__")
 
     def __init__(self, *, total_steps: int, warmup: float, max_seconds: float | None = None):
         self.total_steps, self.warmup, self.max_seconds = total_steps, warmup, max_seconds
@@ -322,7 +325,7 @@ def last_checkpoint(output: str | os.PathLike) -> str | None:
     found = {}
     for folder in Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         try:
-            found[json.loads((folder / "trainer_state.json").read_text())["global_step"]] = str(folder)
+            found[json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]] = str(folder)
         except (OSError, ValueError, KeyError):
             continue  # interrupted while it was written
     return found[max(found)] if found else None

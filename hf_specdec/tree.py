@@ -29,7 +29,7 @@ class DraftTree:
     Attributes:
         probabilities (`list[float]` or `torch.Tensor` of shape `(n,)`, *optional*):
             The generator's estimate, for each node, that it will be accepted. It steers which drafts are kept, never what
-            is accepted.
+            is accepted. A hybrid takes None for certainty.
     """
 
     probabilities: list[float] | torch.Tensor | None = None
@@ -95,9 +95,7 @@ class DraftTree:
         tokens, parents, likely, depths, children = [trees[0].host[0][0]], [-1], [1.0], [0], {}
         for tree in trees:
             places = [0]
-            for token, parent, probability in zip(
-                *tree.host, torch.as_tensor(tree.probabilities, dtype=torch.float64).tolist(), strict=True
-            ):
+            for token, parent, probability in zip(*tree.host, tree.estimates, strict=True):
                 if parent < 0:
                     continue
                 place = children.setdefault((places[parent], token), len(tokens))
@@ -167,6 +165,13 @@ class DraftTree:
         tokens, parents = torch.stack([self.tokens, self.parents]).tolist()
         return tokens, parents
 
+    @cached_property
+    def estimates(self) -> list[float]:
+        """`probabilities` as a list (one read from the device, where they were not made on the host); 1 without them."""
+        if isinstance(self.probabilities, torch.Tensor):
+            return self.probabilities.tolist()
+        return self.probabilities or [1.0] * len(self)
+
     def read_with(self, choices: torch.Tensor) -> list[int]:
         """`choices` `(n,)` as a list, in one read from the device together with the nodes if those are there too."""
         if "host" in self.__dict__:
@@ -174,6 +179,12 @@ class DraftTree:
         tokens, parents, listed = torch.stack([self.tokens, self.parents, choices.to(self.tokens.device)]).tolist()
         self.host = (tokens, parents)
         return listed
+
+    def move_to(self, device: torch.device) -> None:
+        """Moves the nodes, and what was derived from them, to a device."""
+        for name in ("tokens", "parents", "ancestors", "depths"):
+            if name in vars(self):
+                setattr(self, name, getattr(self, name).to(device))
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
         """Nodes from the root along `tokens`, as far as they were drafted."""

@@ -220,7 +220,7 @@ class Handler(BaseHTTPRequestHandler):
     def info(self, type, repo, rev=None):
         found, oid = self.find(type, repo, rev)
         if found:
-            siblings = [{"rfilename": path} for path in sorted(found.trees[oid])]
+            siblings = [{"rfilename": path, "size": len(data)} for path, data in sorted(found.trees[oid].items())]
             about = {"id": found.id, "modelId": found.id, "_id": oid[:24], "sha": oid, "private": found.private}
             self.reply(about | {"tags": [], "downloads": 0, "likes": 0, "createdAt": NOW, "siblings": siblings})
 

@@ -43,6 +43,17 @@ FLAGS = [
 ]
 
 
+@pytest.mark.parametrize(("kind", "file"), [("model", "pytorch_model.bin"), ("dataset", "ids.bin")])
+def test_a_repository_larger_than_a_visitor_may_load_is_refused_before_it_is_loaded(hub, monkeypatch, kind, file):
+    hub.seed("user/large", {file: b"x" * 300}, type=kind)
+    live.check_size("user/large", kind)
+    monkeypatch.setattr(live, "MAX_PARAMETERS", 100)
+    with pytest.raises(ValueError, match="as large as 1.5e\\+02 parameters"):
+        live.check_size("user/large", kind)
+    with pytest.raises(ValueError, match="as large as"):
+        live.make("rest:user/large" if kind == "dataset" else "eagle:user/large", "auto")
+
+
 class Broken(SpecGenerator):
     """Drafts nothing a few times, and then fails."""
 
@@ -216,7 +227,7 @@ def test_a_text_that_differs_says_where_and_by_what_margin(client, models, metho
     margin = float(logits[plain["ids"][index]] - logits[other["ids"][index]])
     assert margin > 0 and pld["badge"][0] == "same"
     assert other["badge"][0] == kind
-    assert f"from token {index + 1} on (margin there: {margin:.3g} logits)" in other["badge"][1]
+    assert f"from token {index + 1} on (margin {margin:.3g})" in other["badge"][1]
     assert ("options allow" in other["badge"][1]) == (method == "lossy")
 
 
@@ -232,7 +243,7 @@ def test_in_16_bits_a_difference_is_put_down_to_rounding():
 def test_medusas_typical_acceptance_is_shown_as_another_text(client, models, tmp_path, monkeypatch):
     torch.manual_seed(0)
     METHODS["medusa"].head_class.for_target(models["embedded"]).save_pretrained(tmp_path)
-    monkeypatch.setattr(live, "EMBEDDED_HEADS", tmp_path.parent)
+    monkeypatch.setattr("hf_specdec.generator.EMBEDDED_HEADS", tmp_path.parent)
     monkeypatch.setitem(columns.SHIPPED, tmp_path.name, "medusa")
     spec = f"medusa:{tmp_path.name}?min_probability=0&lossy_typical="
     options = "true&epsilon=0.001&alpha=0.001"

@@ -7,8 +7,9 @@ import torch
 from tiny import tiny
 from trained import CHATML, VOCAB_SIZE, byte_tokenizer
 
-from hf_specdec.data import ChatFormat, Example, encode_records, frequent_ids, read_chats
-from hf_specdec.models import load_tokenizer
+from eval.chat import Chat
+from hf_specdec.data import ChatFormat, Example, encode_records, frequent_ids, read_chats, read_records
+from hf_specdec.models import VICUNA, load_tokenizer
 from hf_specdec.regenerate import quoting, regenerate, write, write_own
 from hf_specdec.trainer import collate
 
@@ -21,7 +22,11 @@ TEMPLATES = {
     # like Qwen3's: the last answer has a scaffold in front, earlier ones lose it
     "think": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think></think>\n\n"
     "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "vicuna": VICUNA,
 }
+# like Gemma's
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def encode(record, tokenizer=None, max_length=1000):
@@ -37,9 +42,17 @@ def test_the_mask_covers_answers_with_their_ends_and_nothing_else(name):
         "chatml": "Hello.<|im_end|>Yes, bye.<|im_end|>",
         "inst": " Hello.</s> Yes, bye.</s>",
         "think": "Hello.<|im_end|><think></think>\n\nYes, bye.<|im_end|>",
+        "vicuna": " Hello.<|im_end|> Yes, bye.<|im_end|>",
     }
     assert tokenizer.decode(trained) == expected[name]
     assert example.prompt_ids == ChatFormat(tokenizer).encode_prompt(MESSAGES[:1])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_the_same_ids_in_training_and_evaluation(name):
+    tokenizer = byte_tokenizer(TEMPLATES[name])
+    evaluated = Chat(tokenizer, model_name=name).encode(MESSAGES[:3])[0].tolist()
+    assert ChatFormat(tokenizer).encode_prompt(MESSAGES[:3]) == evaluated
 
 
 def test_every_layout_of_a_chat_gives_the_same_example():
@@ -114,6 +127,13 @@ def test_bad_data_is_an_error(tmp_path, lines, message):
         read_chats(str(tmp_path / "data.jsonl"), byte_tokenizer())
 
 
+def test_only_a_newline_ends_a_record(tmp_path):
+    records = [{"prompt": "a\u2028b\x85c\u2029d", "answer": "é"}, {"prompt": "e", "answer": "f"}]
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    (tmp_path / "data.jsonl").write_text("\r\n\n".join(lines), encoding="utf-8")
+    assert read_records(str(tmp_path / "data.jsonl")) == records
+
+
 def test_a_plain_tokenizer_takes_prompt_and_answer():
     tokenizer = byte_tokenizer(None)
     example = encode({"prompt": "1+1=", "answer": "2"}, tokenizer).examples[0]
@@ -145,19 +165,63 @@ def test_regenerated_answers_are_the_targets_and_an_interrupted_run_carries_on(t
     records = [{"prompt": "word " * n} for n in (3, 1, 5, 2)] + [{"messages": MESSAGES}, {"prompt": "x" * 400}]
     options = dict(batch_size=2, max_new_tokens=8, max_prompt_tokens=300)
     counts = regenerate(model, tokenizer, records, tmp_path / "whole.jsonl", **options)
-    assert counts == {"written": 5, "done before": 0, "too long": 1, "unusable": 0}
+    assert counts == {"written": 5, "done before": 0, "dropped (a prompt that is too long)": 1}
     rows = {row["index"]: row for row in map(json.loads, (tmp_path / "whole.jsonl").read_text().splitlines())}
     for index in range(4):
         prompt = ChatFormat(tokenizer).encode_prompt([{"role": "user", "content": records[index]["prompt"]}])
         [(tokens, finished)] = write(model, [prompt], max_new_tokens=8, temperature=0)
         answer = rows[index]["messages"][-1]
         assert (answer["tokens"], answer["finished"]) == (tokens, finished)
-    text = (tmp_path / "whole.jsonl").read_text()
-    (tmp_path / "cut.jsonl").write_text(text[: len(text) // 2])
-    regenerate(model, tokenizer, records, tmp_path / "cut.jsonl", **options)
+    text = (tmp_path / "whole.jsonl").read_bytes()
+    regenerate(model, tokenizer, records[:3], tmp_path / "cut.jsonl", **options)  # a limit may grow
+    (tmp_path / "cut.jsonl").write_bytes(text[: len(text) // 2] + "é".encode()[:1])
+    counts = regenerate(model, tokenizer, records, tmp_path / "cut.jsonl", **options)
+    assert counts["done before"] > 0 and counts["written"] + counts["done before"] == 5
     again = {row["index"]: row for row in map(json.loads, (tmp_path / "cut.jsonl").read_text().splitlines())}
     assert again == rows
     assert len(read_chats(str(tmp_path / "cut.jsonl"), tokenizer).examples) >= 4
+
+
+def other_target():
+    model = target()
+    model.config.name_or_path = "user/other"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "prompts", "options", "message"),
+    [
+        (other_target(), "ab", {}, "'target': '', .*not with .*'target': 'user/other'"),
+        (target(), "ab", {"seed": 5}, "'seed': 0}, not with .*'seed': 5}"),
+        (target(), "ab", {"temperature": 0.5}, "'temperature': 0.0, .*not with .*'temperature': 0.5"),
+        (target(), "ab", {"max_new_tokens": 6}, "'max_new_tokens': 4, .*not with .*'max_new_tokens': 6"),
+        (target(), "ac", {}, "its record 1 has .*'b'.*, that of the data .*'c'"),
+    ],
+)
+def test_answers_of_another_command_are_not_mixed(tmp_path, model, prompts, options, message):
+    output, tokenizer = tmp_path / "out.jsonl", byte_tokenizer()
+    regenerate(target(), tokenizer, [{"prompt": "a"}, {"prompt": "b"}], output, max_new_tokens=4)
+    before = output.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        records = [{"prompt": prompt} for prompt in prompts + "d"]
+        regenerate(model, tokenizer, records, output, **{"max_new_tokens": 4} | options)
+    (tmp_path / "out.settings.json").unlink()
+    with pytest.raises(ValueError, match="settings that no out.settings.json tells"):
+        regenerate(target(), tokenizer, [{"prompt": "a"}], output, max_new_tokens=4)
+    assert output.read_bytes() == before
+
+
+def test_conversations_without_a_prompt_the_template_takes_are_dropped_and_counted(tmp_path):
+    tokenizer = byte_tokenizer(NO_SYSTEM)
+    records = [{"messages": [SYSTEM, *MESSAGES]}, {"messages": []}, {"messages": MESSAGES[:2]}]
+    refused = "dropped (refused by the chat template: no system role)"
+    for done in (0, 1):
+        counts = regenerate(target(), tokenizer, records, tmp_path / "out.jsonl", max_new_tokens=4)
+        assert counts == {"written": 1 - done, "done before": done, refused: 1, "dropped (no messages)": 1}
+    assert [row["index"] for row in read_records(str(tmp_path / "out.jsonl"))] == [2]
+    chats = encode_records(records, tokenizer, source="test", max_length=1000)
+    assert [example.index for example in chats.examples] == [2]
+    assert chats.dropped == {"refused by the chat template: no system role": 1, "no messages": 1}
 
 
 def test_quoting_puts_other_prompts_before_each_ones_own():
@@ -174,9 +238,11 @@ def test_the_target_writes_its_own_prompts_from_the_bare_user_header(tmp_path):
     counts = write_own(model, tokenizer, tmp_path / "own.jsonl", num_prompts=5, batch_size=3, max_new_tokens=6)
     prompts = [json.loads(line) for line in (tmp_path / "own.prompts.jsonl").read_text().splitlines()]
     assert [prompt["index"] for prompt in prompts] == list(range(5))
-    assert counts["written"] + counts["unusable"] == 5
+    assert sum(counts.values()) == 5
     again = write_own(model, tokenizer, tmp_path / "own.jsonl", num_prompts=5, batch_size=3, max_new_tokens=6)
     assert again["written"] == 0
+    with pytest.raises(ValueError, match="own.prompts.jsonl was written with .*'seed': 0}, not with .*'seed': 1}"):
+        write_own(model, tokenizer, tmp_path / "own.jsonl", num_prompts=5, seed=1)
     with pytest.raises(ValueError, match="chat template"):
         write_own(model, byte_tokenizer(None), tmp_path / "none.jsonl", num_prompts=1)
 

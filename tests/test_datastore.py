@@ -6,9 +6,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
+from tiny import tiny
+from tiny_chat import tiny_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from eval import prepare
 from hf_specdec.datastore import Datastore, encode, tokenizer_hash
 
 
@@ -274,3 +278,36 @@ def test_texts_and_chats_are_encoded(tmp_path):
     store = Datastore.from_texts(texts, tmp_path, tokenizer=tokenizer)
     assert store.info()["documents"] == 3
     assert store.draft([1, 2]).tokens == [4]
+
+
+def test_chats_that_the_template_refuses_are_no_texts_and_are_counted(tmp_path, caplog):
+    tokenizer = word_tokenizer(list(enumerate(["?", "user", "a", "b", "c"])))
+    tokenizer.chat_template += "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    refused = [[{"role": "system", "content": "b"}], [{"role": "user", "content": None}], []]
+    texts = [*refused, [{"role": "user", "content": "a c"}], "b c"]
+    with pytest.raises(KeyboardInterrupt):
+        Datastore.from_texts(interrupted(texts, after=4), tmp_path, tokenizer=tokenizer, shard_tokens=4)
+    store = Datastore.from_texts(texts, tmp_path, tokenizer=tokenizer, shard_tokens=4)
+    assert store.info()["tokens"] == 5 and store.draft([1, 2]).tokens == [4]
+    caplog.clear()
+    assert list(encode(texts, tokenizer)) == [[], [], [], [1, 2, 4], [3, 4]]
+    assert "1 chats dropped (refused by the chat template: no system)" in caplog.text
+    assert "1 chats dropped (no messages)" in caplog.text and len(caplog.records) == 3
+
+
+def test_an_interrupted_save_of_the_deep_drafter_is_made_again(tmp_path, monkeypatch):
+    model, tokenizer = tiny(), tiny_tokenizer()
+    monkeypatch.setattr(prepare, "is_whole", lambda folder: True)
+    monkeypatch.setattr(prepare, "load_embedded", lambda *_, **__: (model, tokenizer))
+    deep = tmp_path / "SmolLM2-135M-Instruct"
+
+    def half(folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(model, "save_pretrained", half)
+        prepare.main(tmp_path)
+    prepare.main(tmp_path)
+    assert len(load_file(deep / "model.safetensors")) and (deep / "tokenizer.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [deep.name]

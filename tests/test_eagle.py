@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import generate, prompt, shared, tiny
-from torch.nn import functional as F
 
 from hf_specdec import HybridGen, SAMGen
+from hf_specdec.cache import TreeCache
 from hf_specdec.checkpoints import load_eagle
 from hf_specdec.export import export_eagle
-from hf_specdec.methods.eagle import EAGLE_1_TREE, EagleGen, EagleHead, Rows
+from hf_specdec.methods.eagle import EAGLE_1_TREE, EagleGen, EagleHead
 
 KINDS = {
     "eagle": {},
@@ -42,7 +42,7 @@ def hidden_of(model, head, ids):
 def teacher_forced(model, head, ids):
     """Keys, values and logits of one pass over all pairs (feature of token t, token t+1)."""
     features = [layer[:, :-1] for layer in hidden_of(model, head, ids)[:-1]]
-    n, rows = ids.shape[1] - 1, Rows()
+    n, rows = ids.shape[1] - 1, TreeCache(1, capacity=64)
     mask = torch.zeros(n, n, dtype=model.dtype).masked_fill_(torch.ones(n, n).triu(1).bool(), -torch.inf)
     _, logits = head(ids[0, 1:], head.states(features)[0], torch.arange(n), rows, mask)
     return rows, logits
@@ -60,8 +60,9 @@ def test_after_every_step_the_heads_rows_are_those_of_the_true_features(kind):
             rows, _ = teacher_forced(model, self.head, input_ids)
             n = self.num_text_rows
             assert n == input_ids.shape[1] - 1
-            torch.testing.assert_close(self.rows.keys[:, :, :n], rows.keys[:, :, :n])
-            torch.testing.assert_close(self.rows.values[:, :, :n], rows.values[:, :, :n])
+            own, right = self.rows.layers[0], rows.layers[0]
+            torch.testing.assert_close(own.keys[:, :, :n], right.keys)
+            torch.testing.assert_close(own.values[:, :, :n], right.values)
             checked.append(n)
             return tree
 
@@ -85,7 +86,7 @@ def test_training_sees_what_inference_sees(kind, monkeypatch):
     rows, logits = teacher_forced(model, head, ids)
     torch.testing.assert_close(level0, logits[:-1])  # the last place has nothing left to predict
     for t in range(9):
-        rows, features = Rows(), [layer[:, : t + 1] for layer in hidden_of(model, head, ids)[:-1]]
+        rows, features = TreeCache(1, capacity=64), [layer[:, : t + 1] for layer in hidden_of(model, head, ids)[:-1]]
         mask = torch.zeros(t + 1, t + 1, dtype=model.dtype).masked_fill_(
             torch.ones(t + 1, t + 1).triu(1).bool(), -torch.inf
         )
@@ -96,8 +97,26 @@ def test_training_sees_what_inference_sees(kind, monkeypatch):
         torch.testing.assert_close(level1[t], logits[0])
 
 
-def test_the_loss_is_on_the_answers_tokens_and_asks_for_the_targets_distribution():
-    model = shared()
+def biased():
+    """A target whose lm_head has a bias that counts."""
+    model = tiny("phi")
+    with torch.no_grad():
+        model.lm_head.bias.normal_(std=3, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle-reduced", "eagle3"])
+def test_the_targets_lm_head_is_borrowed_with_its_bias(kind):
+    model, states = biased(), torch.randn(5, 32, dtype=torch.float64)
+    head = head_for(model, kind)
+    with torch.no_grad():
+        expected = model.lm_head(head.norm(states) if head.config.fused else states)
+        torch.testing.assert_close(head.logits(states), expected[:, KINDS[kind].get("draft_ids", torch.arange(97))])
+
+
+@pytest.mark.parametrize("make", [shared, biased])
+def test_the_loss_is_on_the_answers_tokens_and_asks_for_the_targets_distribution(make):
+    model = make()
     head, ids = head_for(model), prompt(10)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     mask[0, 6:] = True
@@ -129,6 +148,12 @@ def test_only_ids_of_the_draft_vocabulary_are_drafted(kind):
     assert drafted and drafted <= allowed
 
 
+def test_an_accelerator_is_not_asked_how_many_nodes_are_likely():
+    scores = torch.linspace(0, -30, 40)
+    assert len(EagleGen(max_nodes=20).likeliest(scores)) < 19
+    assert EagleGen(max_nodes=20).likeliest(scores.to("meta")).shape == (19,)
+
+
 def brute_force_tree(generator, root, depth):
     """The likeliest candidates of EAGLE-2's beam, by plain Python over paths."""
     head, (tokens, state), k = generator.head, generator.new, generator.top_k
@@ -136,7 +161,7 @@ def brute_force_tree(generator, root, depth):
 
     def log_probabilities(path):
         """After the text and a drafted path, fed one token at a time."""
-        rows = Rows()
+        rows = TreeCache(1, capacity=64)
         mask = torch.zeros(n, n, dtype=state.dtype).masked_fill_(torch.ones(n, n).triu(1).bool(), -torch.inf)
         states, logits = head(tokens, state, torch.arange(n), rows, mask)
         last = states[-1:]
@@ -194,7 +219,7 @@ def test_the_static_tree_is_the_published_one():
             if first:
                 expected = set()
                 for path in EAGLE_1_TREE:
-                    rows, n, words = Rows(), len(tokens), ()
+                    rows, n, words = TreeCache(1, capacity=64), len(tokens), ()
                     mask = torch.zeros(n, n, dtype=state.dtype).masked_fill_(
                         torch.ones(n, n).triu(1).bool(), -torch.inf
                     )
@@ -245,7 +270,7 @@ def test_a_head_learns_a_text_by_heart_and_drafts_it(kind):
         optimizer.zero_grad()
         head.loss(text, hidden, mask)[0].backward()
         optimizer.step()
-    generator = EagleGen(head, min_probability=0)
+    generator = EagleGen(head, min_probability=0, min_level_probability=0)
     assert torch.equal(generate(model, prompt(9), generator, max_new_tokens=60), text)
     assert generator.stats.tokens_per_step > 2
 
@@ -407,7 +432,6 @@ def test_shallow_targets_have_features_too(layers, fused):
     head = EagleHead.for_target(model, fused=fused)
     text = generate(model, prompt(9))
     assert torch.equal(generate(model, prompt(9), EagleGen(head, min_probability=0)), text)
-    assert F.linear(torch.zeros(1, 32), head.target_rows().float()).shape == (1, 97)
 
 
 def test_in_a_hybrid_it_catches_up_with_the_steps_it_was_not_asked_in(monkeypatch):

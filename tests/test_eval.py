@@ -13,7 +13,7 @@ from tiny_chat import tiny_tokenizer
 from typer.testing import CliRunner
 
 from eval.__main__ import app
-from eval.answers import AnswerFile, read_folder
+from eval.answers import REQUIRED, AnswerFile, read_folder
 from eval.chat import Chat
 from eval.questions import TASKS, Question, read_questions, select
 from eval.run import Decoding, Plan, broken_promise, make_contestants, run, split_methods
@@ -135,7 +135,7 @@ def test_a_failing_question_is_recorded_and_not_averaged_in(tmp_path):
     model = tiny(scale=4)
     model.config.max_position_embeddings = 100
     questions = [Question(i, "qa", ("x" * length,)) for i, length in enumerate((5, 6, 120))]
-    file = AnswerFile(tmp_path, {})
+    file = AnswerFile(tmp_path, dict.fromkeys(REQUIRED, 1))
     contestants = {PLAIN: None, "failing": Failing([0] * 200, 2)}
     chat = Chat(tiny_tokenizer(), model_name="tiny")
     plan = Plan(model, chat, contestants, questions, file, Decoding(8), curve=False)

@@ -6,6 +6,9 @@ import copy
 import functools
 import gc
 import threading
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from inspect import signature
 
 import pytest
 import torch
@@ -24,18 +27,25 @@ from tiny import (
     shared,
     tiny,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    FalconConfig,
     GenerationConfig,
     GenerationMixin,
     GPT2Config,
+    GPTNeoConfig,
+    OpenAIGPTConfig,
     OPTConfig,
+    PhimoeConfig,
+    PreTrainedModel,
     T5Config,
     TextIteratorStreamer,
     TextStreamer,
 )
-from transformers.generation import PromptLookupCandidateGenerator
+from transformers.cache_utils import DynamicCache
+from transformers.generation import MaxLengthCriteria, PromptLookupCandidateGenerator, StoppingCriteriaList
 
 import hf_specdec
 from hf_specdec import METHODS, PLDGen, SpecGenerator, SpSGen
@@ -248,7 +258,7 @@ def assert_same_entries(made, expected, path: str = "") -> None:
 
 @pytest.mark.parametrize(
     ("target", "do_sample", "name"),
-    dealt([("llama", "eager"), ("gemma", "sdpa"), ("sliding", "sdpa")], [False, True]),
+    dealt([("llama", "eager"), ("gemma", "sdpa"), ("sliding", "eager"), ("gemma2", "eager")], [False, True]),
 )
 def test_returned_scores_logits_states_and_attentions_are_plain_decodings(target, do_sample, name):
     attention = target[1]
@@ -367,11 +377,20 @@ def test_models_saved_with_caching_off_decode_with_a_cache(where, name):
             vocab_size=97, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
             word_embed_proj_dim=32, max_position_embeddings=128, bos_token_id=1, eos_token_id=None, pad_token_id=0,
         ),
+        GPTNeoConfig(
+            vocab_size=97, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4,
+            window_size=4, max_position_embeddings=128, bos_token_id=1, eos_token_id=None,
+        ),
+        FalconConfig(
+            vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, bos_token_id=1,
+            eos_token_id=None,
+        ),
     ],
     ids=lambda config: config.model_type,
 )  # fmt: skip
 @pytest.mark.parametrize("name", SHORT)
-def test_models_with_learned_positions(config, name):
+def test_models_with_positions_of_their_own_kind(config, name):
+    """Learned ones, windows by the mask's rows, and distances (alibi)."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).double().eval()
     with torch.no_grad():
@@ -381,6 +400,53 @@ def test_models_with_learned_positions(config, name):
     for options in ({}, dict(attention_mask=(torch.arange(13) > 3).long()[None])):
         expected = generate(model, ids, **options)
         assert torch.equal(generate(model, ids, make(name, model, expected), **options), expected)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [5.0] * 4}
+
+
+@lru_cache
+def stretched(kind: str) -> PreTrainedModel:
+    """A model that rotates texts of more than 16 tokens by other frequencies."""
+    if kind == "dynamic":
+        rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        return tiny(rope_parameters=rope, max_position_embeddings=16)
+    if kind == "phi3":
+        return tiny("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=16)
+    torch.manual_seed(0)
+    scales = {"short_mscale": 1.0, "long_mscale": 1.1, "original_max_position_embeddings": 16}
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    config = PhimoeConfig(**shape, rope_parameters=LONGROPE | scales, num_local_experts=2, num_experts_per_tok=1)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.dim() > 1 else 1)
+    return model
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_prompts_beyond_the_original_length(kind, name):
+    """Such a model encodes the text anew, in a cache of its own: also where one with an earlier turn was passed."""
+    model, ids = stretched(kind), prompt(25)
+    expected = generate(model, ids, return_dict_in_generate=True)
+    made = generate(model, ids, make(name, model, expected.sequences), return_dict_in_generate=True)
+    assert torch.equal(made.sequences, expected.sequences)
+    assert made.cache.get_seq_length() == expected.cache.get_seq_length() == 48
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :9], cache=cache)
+    generator = make(name, model, expected.sequences)
+    assert torch.equal(generate(model, ids, generator, cache=cache), expected.sequences)
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("kind", ["phi3", "phimoe", "dynamic"])
+def test_texts_within_the_original_length(kind, name):
+    """The last token may stand behind it: it is never run."""
+    expected = generate(stretched(kind), prompt(9), max_new_tokens=8)
+    generator = make(name, stretched(kind), expected)
+    assert torch.equal(generate(stretched(kind), prompt(9), generator, max_new_tokens=8), expected)
 
 
 # refused before any forward
@@ -411,6 +477,9 @@ REFUSED = {
     "lookup": ("prompt_lookup_num_tokens", dict(prompt_lookup_num_tokens=3)),
     "early exit": ("assistant_early_exit", dict(assistant_early_exit=1)),
     "no cache": ("use_cache=False", dict(use_cache=False)),
+    "tokens to come": ("use_mtp", dict(use_mtp=True)),
+    "contrast": ("contrastive_search", dict(penalty_alpha=0.6)),
+    "contrast of layers": ("dola_generation", dict(dola_layers="low")),
     "several ranks": ("synced_gpus", dict(synced_gpus=True)),
     "class": ("PLDGen", dict(generator=PLDGen)),
     "string": ("'pld'", dict(generator="pld")),
@@ -425,9 +494,7 @@ def test_calls_that_cannot_be_drafted_are_refused_by_name(case):
     refused(shared(), pattern, **options)
 
 
-@pytest.mark.parametrize(
-    "case", ["batch", "several answers", "beams", "lookup", "no cache", "string", "stock generator"]
-)
+@pytest.mark.parametrize("case", [case for case in REFUSED if case not in ("several ranks", "custom loop", "class")])
 def test_they_are_refused_without_the_hook_too(case, without_hook):
     pattern, options = REFUSED[case]
     refused(shared(), pattern, custom_generate=hf_specdec.speculate, **options)
@@ -441,6 +508,49 @@ def test_options_of_another_loop_in_a_generation_config_are_refused():
 
 def test_assistant_models_are_refused():
     refused(shared(), "assistant_model", assistant_model=noisy(shared()))
+    refused(shared(), "assistant_tokenizer", assistant_tokenizer=words())
+
+
+def test_token_healing_is_refused_by_name():
+    refused(shared(), "token_healing=True", token_healing=True, tokenizer=words())
+    refused(shared(), "token_healing=True", generation_config=GenerationConfig(token_healing=True), tokenizer=words())
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_model_is_made_ready_to_decode_behind_the_prefill(name, monkeypatch):
+    """As in plain decoding, where a mixture of experts has another implementation for each."""
+    model, ready, forwards = shared(), [], []
+
+    @contextmanager
+    def note():
+        ready.append(True)
+        yield
+        ready.clear()
+
+    monkeypatch.setattr(model, "_optimize_model_for_decode", note, raising=False)
+    handle = model.register_forward_pre_hook(lambda module, args: forwards.append(bool(ready)))
+    try:
+        for generator in (None, make(name, model, generate(model, prompt(9)))):
+            forwards.clear()
+            generate(model, prompt(9), generator)
+            assert forwards[0] is False and all(forwards[1:]) and len(forwards) > 1
+    finally:
+        handle.remove()
+    assert not ready
+
+
+@pytest.mark.parametrize(("kind", "length"), [("phi3", 9), ("phimoe", 16), ("dynamic", 9), ("dynamic", 25)])
+def test_drafts_across_a_length_that_changes_the_positions_are_refused(kind, length):
+    pattern = f"more than 16 tokens, and this one of {length} may grow to {length + 9}"
+    refused(stretched(kind), pattern, ids=prompt(length), max_new_tokens=9)
+    longer = StoppingCriteriaList([MaxLengthCriteria(length + 9)])
+    refused(stretched(kind), pattern, ids=prompt(length), max_new_tokens=2, stopping_criteria=longer)
+
+
+def test_models_that_keep_no_keys_and_values_are_refused():
+    config = OpenAIGPTConfig(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    with pytest.raises(ValueError, match="OpenAIGPT.* keeps no keys and values"):
+        generate(AutoModelForCausalLM.from_config(config), prompt(9), PLDGen())
 
 
 def test_encoder_decoders_are_refused():
@@ -509,6 +619,45 @@ def test_one_generator_serves_one_model_after_another(name):
     first, second = shared(), tiny(seed=5)
     generator = make(name, first)
     for model in (first, second, first):
+        assert torch.equal(generate(model, prompt(9), generator), generate(model, prompt(9)))
+
+
+@pytest.mark.parametrize("name", [*METHODS, "sps-head"])
+def test_a_model_that_was_refused_leaves_the_generator_as_it_was(name):
+    first, other = shared(), tiny("qwen3", dtype=torch.bfloat16, hidden_size=64, vocab_size=50)
+    generator = make(name, first)
+    generate(first, prompt(9), generator)
+    head = getattr(generator, "head", None)
+    weights = {} if head is None else {key: value.clone() for key, value in head.state_dict().items()}
+    with suppress(ValueError):
+        generator.bind(other)
+    assert torch.equal(generate(first, prompt(9), generator), generate(first, prompt(9)))
+    assert all(torch.equal(head.state_dict()[key], value) for key, value in weights.items())
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if "max_nodes" in signature(METHODS[name]).parameters])
+def test_a_tree_of_one_node_drafts_nothing(name):
+    model, generator = shared(), make(name, shared())
+    drafter = [getattr(generator, own) for own in ("head", "datastore") if hasattr(generator, own)]
+    generator = METHODS[name](*drafter, max_nodes=1)
+    assert torch.equal(generate(model, prompt(9), generator), generate(model, prompt(9)))
+    assert generator.stats.drafted == 0
+
+
+class Narrow(TorchDispatchMode):
+    """Fails where anything is computed in float64, which some accelerators (MPS) have not."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        assert getattr(made, "dtype", None) != torch.float64, operation
+        return made
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_needs_float64(name):
+    model = tiny(dtype=torch.float32)
+    generator = make(name, model)
+    with Narrow():
         assert torch.equal(generate(model, prompt(9), generator), generate(model, prompt(9)))
 
 

@@ -12,9 +12,11 @@ from tiny_chat import tiny_tokenizer
 from typer.testing import CliRunner
 
 import hf_specdec.train as training
-from hf_specdec import METHODS
+from hf_specdec import METHODS, embedded_drafter
 from hf_specdec.drafter import load_head, target_fields
+from hf_specdec.generator import make_generator
 from hf_specdec.methods.kangaroo import KangarooHead
+from hf_specdec.models import EMBEDDED_HEADS, SHIPPED
 from hf_specdec.vocabulary import check_tokenizer, hashes, template_digest, vocabulary_digest
 
 HEADS = {name: method.head_class for name, method in METHODS.items() if method.head_class is not None}
@@ -32,6 +34,15 @@ def forwards():
     handle = shared().register_forward_pre_hook(lambda module, args: calls.append(1))
     yield calls
     handle.remove()
+
+
+@pytest.mark.parametrize(("head", "method"), SHIPPED.items())
+def test_a_head_that_ships_is_known_by_its_name_to_its_method_alone(head, method):
+    assert (EMBEDDED_HEADS / head).is_dir()
+    given = embedded_drafter(head)
+    name = "drafter" if method == "sps" else "head"
+    assert getattr(make_generator(f"{method}:{head}"), name) == getattr(given, name) == str(EMBEDDED_HEADS / head)
+    assert make_generator("eagle:kangaroo").head == "kangaroo"
 
 
 @pytest.mark.parametrize("other", HEADS)

@@ -121,6 +121,31 @@ def test_files_of_other_projects_get_their_own_method(hub, tmp_path):
         assert torch.equal(generate(model, prompt(9), generator), expected)
 
 
+class Arguments:
+    """Stands for what a trainer pickles beside the weights."""
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt"])
+def test_pickles_of_a_gpu_and_of_a_trainer_are_no_hindrance(tmp_path, monkeypatch, name):
+    model = shared()
+    with monkeypatch.context() as saved_there:
+        saved_there.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        official_eagle1(METHODS["eagle"].head_class.for_target(model), tmp_path)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / name)
+    for other in (
+        "training_args.bin",
+        "optimizer.pt",
+        "optimizer.bin",
+        "scheduler.pt",
+        "scaler.pt",
+        "rng_state_0.pth",
+    ):
+        torch.save(Arguments(), tmp_path / other)
+    generator = hf_specdec.load(tmp_path)
+    assert torch.equal(generate(model, prompt(9), generator), generate(model, prompt(9)))
+    assert generator.head.fc.weight.device.type == "cpu"
+
+
 def test_a_causal_model_drafts_by_sps_and_a_dataset_by_rest(hub, tmp_path):
     model = shared()
     noisy(model).save_pretrained(tmp_path / "small")

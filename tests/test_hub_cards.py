@@ -34,7 +34,10 @@ REPORT = {
         for task in ("overall", "qa")
         for method, figures in (
             ("plain", {}),
-            ("eagle:DIR?top_k=1", {"tokens_per_step": 1.5, "speedup": 1.2, "speedup_low": 1.1, "speedup_high": 1.3}),
+            (
+                "eagle:DIR/head?top_k=1",
+                {"tokens_per_step": 1.5, "speedup": 1.2, "speedup_low": 1.1, "speedup_high": 1.3},
+            ),
             ("hybrid:sam+eagle", {"tokens_per_step": 2.5, "speedup": 2.2, "speedup_low": 2.1, "speedup_high": 2.3}),
         )
     ],
@@ -80,7 +83,9 @@ def test_a_heads_card_says_what_it_is_for_how_it_was_trained_and_what_it_gives(h
     ):
         assert said in text
     assert "1.20x | 1.10–1.30" in text and "2.2" not in text and "arXiv:2401.15077" in text
-    assert json.loads(upload.files["evaluation.json"]) == cards.report_figures(head_folder.parent, "eagle")
+    assert json.loads(upload.files["evaluation.json"]) == cards.report_figures(
+        head_folder.parent, "eagle", head_folder
+    )
 
 
 def test_a_head_without_records_says_that_nothing_was_measured(hub):
@@ -129,18 +134,21 @@ def test_of_several_heads_in_a_report_each_gets_its_own_figures(tmp_path):
         row | {"method": spec, "speedup": i + 1.0} for i, spec in enumerate(["eagle", "eagle:a/b?top_k=1", "eagle:c"])
     ]
     (tmp_path / "report.json").write_text(json.dumps(REPORT | {"rows": rows}))
-    for head, speedups in {"b": [2.0], "c": [3.0], "default": [1.0]}.items():
+    for head, speedups in {Path("a/b"): [2.0], tmp_path / "c": [3.0], EMBEDDED_HEADS / "eagle2": [1.0]}.items():
         assert [figure["speedup"] for figure in cards.report_figures(tmp_path, "eagle", head)] == speedups
+    for stranger in (tmp_path / "mine", tmp_path / "eagle2"):  # what ships has no say in it
+        with pytest.raises(ValueError, match=f"no row of the head {stranger.name}"):
+            cards.report_figures(tmp_path, "eagle", stranger)
 
 
 @pytest.mark.parametrize("method", ["eagle", "kangaroo", "sps"])
 def test_a_report_without_the_method_or_no_report_is_refused(tmp_path, method):
     (tmp_path / "report.json").write_text(json.dumps(REPORT if method != "sps" else {"rows": [1]}))
     if method == "eagle":
-        assert cards.report_figures(tmp_path, method)
+        assert cards.report_figures(tmp_path, method, tmp_path / "head")
     else:
-        with pytest.raises(ValueError, match="no row of the method 'kangaroo'|is not the report.json"):
-            cards.report_figures(tmp_path, method)
+        with pytest.raises(ValueError, match="no row of the head head|is not the report.json"):
+            cards.report_figures(tmp_path, method, tmp_path / "head")
 
 
 def test_the_card_command_asks_no_network(head_folder, hub):

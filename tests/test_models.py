@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
+from eval.chat import Chat
 from hf_specdec import models
-from hf_specdec.models import load_embedded, load_model
+from hf_specdec.models import load_embedded, load_model, load_tokenizer
 from hf_specdec.prompts import KINDS, PROMPTS
 
 
@@ -226,6 +227,18 @@ def test_any_folder_works_in_its_place(tmp_path):
     model, tokenizer = load_model(save_tiny(tmp_path), "fp64", device="cpu")
     assert model.dtype == torch.float64 and not model.training
     assert tokenizer("a b")["input_ids"] == [2, 3]
+
+
+def test_a_vicuna_speaks_its_own_template_unless_it_is_given_one(tmp_path):
+    folder = save_tiny(tmp_path / "vicuna-tiny")
+    assert load_tokenizer(save_tiny(tmp_path / "other")).chat_template is None
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.chat_template == load_model(folder, device="cpu")[1].chat_template == models.VICUNA
+    assert Chat(tokenizer, model_name=str(folder)).conditions()["template"] == "vicuna"
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert Chat(tokenizer, model_name=str(folder)).template == "{{ messages[0].content }}"
+    tokenizer.save_pretrained(folder)
+    assert load_tokenizer(folder).chat_template == load_model(folder)[1].chat_template == "{{ messages[0].content }}"
 
 
 @pytest.mark.parametrize("name", ["embedded", None])

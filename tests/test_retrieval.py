@@ -4,9 +4,20 @@ import random
 
 import pytest
 import torch
-from tiny import generate, noisy, prompt, shared, stored_texts
+from tiny import generate, noisy, prompt, shared, stored_texts, tiny
 
-from hf_specdec import Datastore, HybridGen, LookaheadGen, PLDGen, RecyclingGen, RESTGen, SAMGen, SpSGen
+from hf_specdec import (
+    Datastore,
+    HybridGen,
+    LookaheadGen,
+    PLDGen,
+    RecyclingGen,
+    RESTGen,
+    SAMGen,
+    SpecGenerator,
+    SpSGen,
+    make_generator,
+)
 from hf_specdec.generator import Step
 from hf_specdec.methods.sam import SuffixAutomaton
 from hf_specdec.tree import DraftTree
@@ -90,6 +101,17 @@ def test_recycling_starts_cold_unless_told_and_says_so():
         assert bool(generator.successors) == (generator is warm)
 
 
+def test_a_kept_table_is_not_taken_to_another_model():
+    generator, other = RecyclingGen(keep_table=True), tiny(vocab_size=50)
+    generate(shared(), prompt(9), generator)
+    assert max(generator.successors) >= 50
+    for notes in ([], ["successor table kept warm"]):
+        ids = prompt(9, vocab_size=50)
+        assert torch.equal(generate(other, ids, generator), generate(other, ids))
+        assert [note[: len("successor table kept warm")] for note in generator.stats.notes] == notes
+        assert max(generator.successors) < 50
+
+
 def test_lookahead_cells_see_their_row_zero_and_their_column():
     """The window is a tree: cell (l, i) has i + l tokens of row 0 and column i above it (Fu et al. 2024, figure 5)."""
     generator = LookaheadGen(window=4, ngram=4, guesses=2, pool_from_prompt=False)
@@ -161,6 +183,22 @@ def test_a_hybrid_accepts_what_either_part_would():
         assert both.stats.tokens_per_step >= part.stats.tokens_per_step - 0.05
 
 
+class Sure(SpecGenerator):
+    """Drafts that the last token comes once more, and says nothing of how likely that is."""
+
+    max_nodes = 2
+
+    def draft(self, input_ids, *, max_depth):
+        last = int(input_ids[0, -1])
+        return DraftTree.chain([last, last], device=input_ids.device)
+
+
+def test_a_hybrid_takes_parts_that_estimate_nothing_to_be_sure():
+    model, hybrid = shared(), HybridGen([SAMGen(), Sure()])
+    assert torch.equal(generate(model, prompt(9), hybrid), generate(model, prompt(9)))
+    assert min(hybrid.stats.drafted_lengths[:-1]) >= 1
+
+
 def test_a_hybrid_refuses_parts_that_cannot_be_mixed():
     with pytest.raises(ValueError, match="at least two"):
         HybridGen([PLDGen()])
@@ -170,8 +208,30 @@ def test_a_hybrid_refuses_parts_that_cannot_be_mixed():
         HybridGen([PLDGen(), SpSGen(shared(), draft_sampling=True)])
 
 
-@pytest.mark.parametrize("make", [SAMGen, RecyclingGen, LookaheadGen, RESTGen])
+@pytest.mark.parametrize("make", [SAMGen, RecyclingGen, RESTGen, HybridGen])
 def test_options_below_one_are_refused(make):
-    options = {"window": 0} if make is LookaheadGen else {"max_nodes": 0}
-    with pytest.raises(ValueError, match="at least 1"):
-        make(**options)
+    with pytest.raises(ValueError, match=rf"{make.__name__}\(max_nodes=0\): it must be at least 1"):
+        make(max_nodes=0)
+
+
+@pytest.mark.parametrize(("option", "least"), [("window", 1), ("guesses", 1), ("ngram", 3)])
+def test_sizes_of_a_lookahead_have_their_least(option, least):
+    with pytest.raises(ValueError, match=rf"LookaheadGen\({option}={least - 1}\): it must be at least {least}"):
+        LookaheadGen(**{option: least - 1})
+
+
+@pytest.mark.parametrize("options", [{"max_depth": 65}, {"max_match": 1}, {"max_match": 3, "min_match": 4}])
+def test_lengths_that_no_lookup_can_have_are_refused(options):
+    with pytest.raises(ValueError, match="RESTGen.*at most"):
+        RESTGen(**options)
+
+
+@pytest.mark.parametrize("word", ["False", "false", "FALSE", "True", "true"])
+def test_switches_of_a_spec_are_true_or_false_in_any_case(word):
+    assert make_generator(f"recycling?keep_table={word}").keep_table is (word.lower() == "true")
+
+
+@pytest.mark.parametrize("word", ["no", "off", "Fals", ""])
+def test_what_is_neither_true_nor_false_is_refused(word):
+    with pytest.raises(ValueError, match=f"keep_table={word} is neither true nor false"):
+        make_generator(f"recycling?keep_table={word}")

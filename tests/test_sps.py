@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_cache import assert_same_rows
 from tiny import generate, noisy, prompt, shared, tiny
+from transformers import AutoModelForCausalLM, FalconConfig, MambaConfig
 
 from hf_specdec import HybridGen, SAMGen, SpSGen
 from hf_specdec.methods.sps import Acceptance
@@ -146,14 +147,32 @@ def test_the_drafter_may_be_a_folder(tmp_path):
     assert generator.drafter.dtype == model.dtype and not generator.drafter.training
 
 
+def test_a_drafter_of_its_own_moves_with_the_target_and_that_of_the_user_stays(tmp_path):
+    model = tiny()
+    noisy(model).save_pretrained(tmp_path)
+    own, given = SpSGen(str(tmp_path)), SpSGen(noisy(model))
+    for device in ("cpu", "meta"):
+        model.to(device)
+        for generator in (own, given):
+            generator.bind(model)
+        assert own.drafter.device.type == own.device.type == device and given.drafter.device.type == "cpu"
+
+
+@pytest.mark.parametrize("options", [{}, {"num_branches": 2}])
+def test_a_drafter_that_takes_no_masks_makes_its_own(options):
+    config = FalconConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, eos_token_id=None
+    )
+    generator = SpSGen(AutoModelForCausalLM.from_config(config).double().eval(), num_draft_tokens=3, **options)
+    assert torch.equal(generate(shared(), prompt(9), generator), generate(shared(), prompt(9)))
+
+
 def test_a_folder_that_is_not_there_says_so(tmp_path):
     with pytest.raises((OSError, ValueError), match="nothing-here"):
         generate(shared(), prompt(9), SpSGen(str(tmp_path / "nothing-here")))
 
 
 def test_a_drafter_that_cannot_roll_back_is_refused_before_any_forward():
-    from transformers import AutoModelForCausalLM, MambaConfig
-
     config = MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0)
     drafter, forwards = AutoModelForCausalLM.from_config(config), []
     handle = shared().register_forward_pre_hook(lambda module, args: forwards.append(1))

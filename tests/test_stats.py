@@ -93,15 +93,32 @@ def test_conditional_acceptance_of_a_trace_by_hand():
     """Ten steps with drafts of 3 (two of them of 1): position 1 accepted 7 of 10, then 4 of 6, then 1 of 4."""
     stats = SpecStats()
     for depth, accepted in [(3, 0), (3, 1), (3, 2), (3, 3), (3, 2), (3, 0), (1, 1), (1, 0), (3, 2), (3, 1)]:
-        stats.record(DraftTree.chain(range(depth + 1), device="cpu"), accepted=accepted)
+        stats.record(DraftTree.chain(range(depth + 1), device="cpu"), range(accepted + 1), accepted=accepted)
     assert stats.conditional_acceptance == [7 / 10, 4 / 6, 1 / 4]
     assert stats.accepted == 12 and stats.drafted == 26 and stats.accepted_per_step == 1.2
 
 
 def test_conditional_acceptance_ends_where_nothing_was_reached():
     stats = SpecStats()
-    stats.record(DraftTree.chain(range(5), device="cpu"), accepted=1)
+    stats.record(DraftTree.chain(range(5), device="cpu"), [0, 1], accepted=1)
     assert stats.conditional_acceptance == [1.0, 0.0]
+
+
+def test_in_a_tree_a_position_was_drafted_where_the_accepted_node_has_children():
+    stats, tree = SpecStats(), DraftTree.from_paths(9, [[1, 2, 3], [4]], max_nodes=9, device="cpu")
+    stats.record(tree, [0, 4], accepted=1)  # the short branch to its end: nothing was refused
+    assert stats.conditional_acceptance == [1.0] and stats.draft_depths == [1]
+    stats.record(tree, [0, 1], accepted=1)
+    assert stats.conditional_acceptance == [1.0, 0.0] and stats.draft_depths == [1, 3]
+
+
+@pytest.mark.parametrize("decoys", [0, 2])
+def test_what_stands_behind_the_end_of_the_text_was_not_refused(decoys):
+    text = generate(shared(), prompt(9), max_new_tokens=21)
+    generator = Oracle(text[0].tolist(), 6, decoys=decoys)
+    generate(shared(), prompt(9), generator, max_new_tokens=21, eos_token_id=int(text[0, 9 + 3]))
+    assert generator.stats.accepted_lengths == [3] and generator.stats.draft_depths == [6]
+    assert generator.stats.conditional_acceptance == [1.0] * 3
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -1,9 +1,11 @@
 """Training: the target stays as it was, runs resume exactly, processes agree, and what is reported is what users get."""
 
 import copy
+import inspect
 import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ import hf_specdec.train as training
 from hf_specdec import METHODS
 from hf_specdec.data import Example
 from hf_specdec.features import FeatureStore, features
-from hf_specdec.trainer import HeadTrainer, LengthBuckets, last_checkpoint, prepare_arguments
+from hf_specdec.trainer import HeadTrainer, LengthBuckets, Schedule, last_checkpoint, prepare_arguments
 
 TRAINABLE = ["linear", *(name for name, method in METHODS.items() if getattr(method, "head_class", None))]
 
@@ -146,6 +148,33 @@ def test_an_interrupted_run_ends_at_the_same_weights(tmp_path, data, monkeypatch
     with pytest.raises(ValueError, match="--resume"):
         run(data, tmp_path / "cut", **options)
     same(whole.state_dict(), run(data, tmp_path / "cut", resume=True, **options).state_dict())
+
+
+def rates(folder):
+    log = json.loads((folder / "training.json").read_text())["log"]
+    return {row["step"]: row["learning_rate"] for row in log if "learning_rate" in row}
+
+
+def test_a_larger_budget_counts_from_where_the_run_was(tmp_path, data):
+    run(data, tmp_path / "whole", max_steps=8, warmup=0.2)
+    run(data, tmp_path / "head", max_steps=4, warmup=0.2)
+    run(data, tmp_path / "head", max_steps=8, warmup=0.2, resume=True)
+    whole, grown = rates(tmp_path / "whole"), rates(tmp_path / "head")
+    assert {step: grown[step] for step in (6, 7, 8)} == pytest.approx({step: whole[step] for step in (6, 7, 8)})
+
+
+def test_a_larger_budget_of_time_is_what_is_spent_of_it():
+    def scheduler(max_seconds):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        schedule = Schedule(total_steps=10**9, warmup=0.0, max_seconds=max_seconds)
+        return schedule, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+
+    (before, saved), (after, restored) = scheduler(10), scheduler(20)
+    before.spent = 10
+    restored.load_state_dict(saved.state_dict())
+    after.last = None
+    after(1)
+    assert after.progress == pytest.approx(0.5)
 
 
 def test_accumulated_batches_train_as_one_batch(tmp_path):
@@ -280,6 +309,52 @@ def test_a_dry_run_prints_the_sizes_and_writes_nothing(tmp_path, data, capsys):
     assert "M parameters" in printed and "GiB" in printed and not (tmp_path / "none").exists()
 
 
+def test_a_dry_run_of_the_targets_own_data_writes_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training, "write_own", None)
+    training.train("linear", "self", tmp_path / "none", device="cpu", dry_run=True, num_prompts=7)
+    assert f"would write 7 prompts and its answers into {tmp_path}" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("budget", [{"max_steps": 0}, {"max_steps": None, "max_minutes": 0}])
+def test_no_budget_trains_nothing_and_never_writes_over_a_trained_head(tmp_path, data, budget):
+    assert run(data, tmp_path / "new", **budget).config.trained_on is None
+    head = run(data, tmp_path / "head")
+    with pytest.raises(ValueError, match="--resume trains on"):
+        run(data, tmp_path / "head", resume=True, **budget)
+    same(head.state_dict(), LinearHead.from_pretrained(tmp_path / "head").state_dict())
+
+
+def test_a_command_names_files_and_leaves_numbers_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("16", "0.5", "chat.jsonl"):
+        (tmp_path / name).touch()
+    given = {name: parameter.default for name, parameter in inspect.signature(training.train).parameters.items()}
+    given |= {"method": "eagle", "data": str(tmp_path / "chat.jsonl"), "output": tmp_path / "head", "limit": 16}
+    command = training.as_command(given | {"max_minutes": 0.5, "cache_layer": [16]})
+    options = "--data chat.jsonl --output head --limit 16 --max-minutes 0.5 --cache-layer 16"
+    assert command == f"hf-specdec train eagle {options}"
+
+
+def test_the_study_trains_again_what_was_not_saved_to_the_end(tmp_path):
+    for name in ("hf-specdec", "accelerate", "python"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\n')
+        (tmp_path / name).chmod(0o755)
+    for file in ("eagle/config.json", "kangaroo/config.json", "kangaroo/training.json"):
+        (tmp_path / "model" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "model" / file).touch()
+    (tmp_path / "question.jsonl").touch()
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "WORK": str(tmp_path),
+        "QUESTIONS": str(tmp_path / "question.jsonl"),
+    }
+    study = Path(__file__).parents[1] / "eval" / "recipes" / "study"
+    subprocess.run([study, "user/model"], env=env, check=True)
+    calls = (tmp_path / "calls").read_text()
+    assert [name for name in ("eagle", "kangaroo", "sps") if f"train {name} " in calls] == ["eagle", "sps"]
+
+
 def test_a_run_ends_when_its_time_is_spent(tmp_path, data):
     run(data, tmp_path / "head", max_steps=None, max_minutes=0.01, save_steps=10_000)
     log = json.loads((tmp_path / "head" / "training.json").read_text())["log"]
@@ -341,6 +416,8 @@ def test_wrong_requests_are_errors_before_any_work(tmp_path, data, monkeypatch):
         training.train("pld", data, tmp_path)
     with pytest.raises(ValueError, match="name=value"):
         training.train("linear", data, tmp_path, field=["depth"])
+    with pytest.raises(ValueError, match="--cache-layer .*--feature-cache"):
+        training.train("linear", data, tmp_path, cache_layer=[1])
 
 
 def test_a_pushed_head_leaves_its_checkpoints_at_home_and_says_how_it_was_trained(tmp_path, data, hub):

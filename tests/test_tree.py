@@ -3,11 +3,13 @@
 import operator
 import random
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hf_specdec import DraftTree
+from hf_specdec.target import Target
 
 
 def random_parents(n, seed):
@@ -40,6 +42,32 @@ def test_paths_share_prefixes_and_siblings_differ():
     assert tree.host == ([9, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 2, 0])
     assert tree.first_path() == [0, 1, 2, 3]
     assert tree.follow([1, 2, 4, 7]) == [0, 1, 2, 4]
+
+
+def test_moved_trees_take_along_what_was_derived_from_them():
+    tree = DraftTree.from_paths(9, [[1, 2], [3]], max_nodes=9, device="cpu")
+    assert tree.depths.tolist() == [0, 1, 2, 1]
+    tree.move_to(torch.device("meta"))
+    assert {item.device.type for item in (tree.tokens, tree.parents, tree.ancestors, tree.depths)} == {"meta"}
+    assert tree.host == ([9, 1, 2, 3], [-1, 0, 1, 0])
+
+
+@pytest.mark.parametrize("tree_capable", [True, False])
+@pytest.mark.parametrize("paths", [[[1, 2]], [[1, 2], [3]]])
+def test_what_is_verified_lies_where_the_target_is(paths, tree_capable):
+    """A draft made where the prompt is, which may be elsewhere, is moved; its object stays the one that was drafted."""
+    target = SimpleNamespace(tree_capable=tree_capable, model=SimpleNamespace(device=torch.device("meta")))
+    tree = DraftTree.from_paths(9, paths, max_nodes=9, device="cpu")
+    fitted = Target.fit(target, tree)
+    assert fitted.tokens.device.type == fitted.parents.device.type == "meta"
+    assert (fitted is tree) == (tree_capable or len(paths) == 1) and fitted.host[0][:3] == [9, 1, 2]
+
+
+def test_estimates_are_the_probabilities_wherever_they_are_and_without_them_certainty():
+    for probabilities, estimates in ((None, [1, 1]), ([1.0, 0.1], [1.0, 0.1]), (torch.tensor([1, 0.5]), [1, 0.5])):
+        tree = DraftTree.chain([9, 1], device="cpu")
+        tree.probabilities = probabilities
+        assert tree.estimates == estimates
 
 
 def test_paths_stop_at_the_size_asked_for():

@@ -4,15 +4,12 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from hf_specdec.generator import METHODS, SpecGenerator
-from hf_specdec.models import EMBEDDED_HEADS
+from hf_specdec.models import EMBEDDED_HEADS, SHIPPED
 
 for module in iter_modules(__path__):
     import_module(f"{__name__}.{module.name}")
 globals().update({generator.__name__: generator for generator in METHODS.values()})
 __all__ = [generator.__name__ for generator in METHODS.values()]
-# folder in heads/ -> method
-SHIPPED = {"eagle2": "eagle", "eagle3": "eagle", "kangaroo": "kangaroo", "medusa": "medusa", "sps": "sps"}
-SHIPPED = {name: method for name, method in SHIPPED.items() if (EMBEDDED_HEADS / name).is_dir()}
 
 
 def embedded_drafter(name: str) -> SpecGenerator:

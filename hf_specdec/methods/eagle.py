@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from hf_specdec.cache import TreeCache
 from hf_specdec.checkpoints import load_eagle
-from hf_specdec.drafter import Drafter, DrafterConfig, check_ids, copy_scale, rotate, target_fields
+from hf_specdec.drafter import Drafter, DrafterConfig, check_ids, copy_scale, narrowed, rotate, target_fields
 from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.models import EMBEDDED_HEADS
 from hf_specdec.tree import DraftTree
@@ -69,26 +70,6 @@ class EagleConfig(DrafterConfig):
         """Raises ValueError for a draft vocabulary larger than the target's."""
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= max(self.target_vocab_size, 1):
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} of {self.target_vocab_size} target ids.")
-
-
-class Rows:
-    """Keys and values of the text, and behind them those of the draft in the making."""
-
-    def __init__(self):
-        self.keys = self.values = torch.empty(0)
-        self.length = 0
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes rows `(1, heads, n, d)` behind the others and returns views of all."""
-        start, self.length = self.length, self.length + keys.shape[2]
-        if self.keys.dim() == 1 or self.length > self.keys.shape[2]:
-            grown = [keys.new_empty(*keys.shape[:2], self.length * 2 + 256, keys.shape[3]) for _ in range(2)]
-            if start:
-                grown[0][:, :, :start], grown[1][:, :, :start] = self.keys[:, :, :start], self.values[:, :, :start]
-            self.keys, self.values = grown
-        self.keys[:, :, start : self.length] = keys
-        self.values[:, :, start : self.length] = values
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
 class EagleLayer(nn.Module):
@@ -157,8 +138,6 @@ class EagleHead(Drafter):
             self.input_norm = nn.RMSNorm(features, eps=eps)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.target_vocab_size, h)
-        if config.draft_vocab_size is not None:
-            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # [w] target id of each draft id
         if config.own_lm_head:
             self.output = nn.Linear(h, config.draft_vocab_size or config.target_vocab_size, bias=False)
         self.post_init()
@@ -219,11 +198,10 @@ class EagleHead(Drafter):
                 f"this head reads {self.config.num_features} of the target's hidden states, {self.feature_layers}, but "
                 f"{model.config.name_or_path or type(model).__name__} has {layers} layers: take the head's own target."
             )
-        weight = self.output.weight if self.config.own_lm_head else self.lm_head.weight.detach()
-        if self.config.draft_vocab_size is not None:
+        if self.draft_ids is not None:
             check_ids(self.draft_ids, self.config.target_vocab_size)
-            weight = weight if self.config.own_lm_head else weight[self.draft_ids.to(weight.device)]
-        self._rows = [weight]  # [w, h], a list so that borrowed rows are not saved
+        output = self.output if self.config.own_lm_head else narrowed(self.lm_head, self.draft_ids)
+        self._rows = [output.weight, output.bias]  # [w, h] and [w], a list so that borrowed rows are not saved
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -243,7 +221,12 @@ class EagleHead(Drafter):
         return self.embed_tokens(tokens) if self.config.own_embeddings else self.embeddings(tokens)
 
     def forward(
-        self, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, rows: Rows, mask: torch.Tensor | None
+        self,
+        tokens: torch.Tensor,
+        state: torch.Tensor,
+        positions: torch.Tensor,
+        rows: TreeCache,
+        mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block through the layer, its keys and values appended to `rows`.
 
@@ -261,7 +244,7 @@ class EagleHead(Drafter):
         if not self.config.fused:
             state = self.fc(torch.cat([embedded, state], dim=-1))
         queries, keys, values, residual = self.layer.project(embedded, state, positions[None])
-        keys, values = rows.append(keys, values)
+        keys, values = rows.update(keys, values, 0)
         if mask is None:
             queries, residual = queries[:, :, -1:], residual[:, -1:]
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
@@ -271,15 +254,11 @@ class EagleHead(Drafter):
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Draft logits `(..., w)` of the layer's outputs `(..., h)`."""
         normed = self.norm(output) if self.config.fused and self.config.norm_output else output
-        return F.linear(normed, self._rows[0].to(output.dtype))
+        return linear(normed, *self._rows)
 
     def fed_back(self, output: torch.Tensor) -> torch.Tensor:
         """The state that the next level begins with."""
         return self.norm(output) if self.config.feed_back_normed else output
-
-    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Target ids of draft ids."""
-        return draft_ids if self.config.draft_vocab_size is None else self.draft_ids[draft_ids]
 
     def loss(
         self,
@@ -304,8 +283,8 @@ class EagleHead(Drafter):
         trained = F.pad(loss_mask[:, 1:], (0, 1))  # [b, t], is what follows the token to be predicted
         start = max(0, int(trained[:, 1:].any(dim=0).long().argmax()) + 1 - unroll)  # the first index that predicts
         with torch.no_grad():
-            rows = self.target_rows().to(hidden[-1].dtype)
-            p = F.linear(hidden[-1][trained], rows).float().softmax(dim=-1)  # [m, w]
+            lm_head = narrowed(self.lm_head, self.draft_ids)
+            p = linear(hidden[-1][trained], lm_head.weight, lm_head.bias).float().softmax(dim=-1)  # [m, w]
             best = p.argmax(dim=-1)
         numbers = trained.flatten().cumsum(0).view_as(trained) - 1  # [b, t], rows of p
         level_keys, level_values, total, metrics = [], [], 0.0, {}
@@ -329,10 +308,10 @@ class EagleHead(Drafter):
             metrics[f"top1_{level + 1}"] = (log_q.argmax(-1) == best[rows]).float().mean()
         return total, metrics
 
-    def target_rows(self) -> torch.Tensor:
-        """The target's lm_head rows `(w, h)` of the draft vocabulary."""
-        weight = self.lm_head.weight
-        return weight if self.config.draft_vocab_size is None else weight[self.draft_ids.to(weight.device)]
+
+def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`states` through a linear map, in their dtype."""
+    return F.linear(states, weight.to(states.dtype), None if bias is None else bias.to(states.dtype))
 
 
 def fused_layers(num_layers: int) -> list[int]:
@@ -378,7 +357,7 @@ class EagleGen(SpecGenerator):
         top_k (`int`): nodes expanded per level, and children considered of each; 1 drafts chains.
         depth (`int`): levels.
         max_nodes (`int`): nodes verified, the root included.
-        min_probability (`float`): nodes estimated less likely than this are not verified.
+        min_probability (`float`): on a CPU, nodes estimated less likely than this are not verified.
         min_level_probability (`float`):
             On a CPU, a further level is drafted only where the nodes it would expand are together at least this likely. It
             pays above about 2 T c: T tokens per step, and c what a level costs in target steps.
@@ -397,17 +376,15 @@ class EagleGen(SpecGenerator):
         self,
         head: EagleHead | str | None = None,
         *,
-        top_k: int = 6,
-        depth: int = 5,
-        max_nodes: int = 20,
-        min_probability: float = 0.03,
-        min_level_probability: float = 0.15,
+        top_k: int = 8,
+        depth: int = 6,
+        max_nodes: int = 32,
+        min_probability: float = 0.015,
+        min_level_probability: float = 0.25,
         tree: str = "dynamic",
     ):
         super().__init__()
-        for argument, value in (("top_k", top_k), ("depth", depth), ("max_nodes", max_nodes)):
-            if value < 1:
-                raise ValueError(f"EagleGen({argument}={value}): it must be at least 1.")
+        self.check_counts(top_k=top_k, depth=depth, max_nodes=max_nodes)
         if tree not in ("dynamic", "static"):
             raise ValueError(f"EagleGen(tree={tree!r}): it must be 'dynamic' or 'static'.")
         self.levels: list[tuple[list[int], list[int]]] | None = None  # of a static tree
@@ -415,33 +392,29 @@ class EagleGen(SpecGenerator):
             top_k = 1 + max(map(max, EAGLE_1_TREE))
             self.levels = static_levels(EAGLE_1_TREE, top_k=top_k)
             depth, max_nodes = len(self.levels), 1 + len(EAGLE_1_TREE)
-        self.head = head if head is not None else str(EMBEDDED_HEADS / "eagle2")
+        self.head = head if head is not None else str(EMBEDDED_HEADS / "eagle3")
         self.top_k = top_k
         self.depth = depth
         self.max_nodes = max_nodes
         self.least_score = math.log(min_probability) if min_probability > 0 else -math.inf
         self.min_level_probability = min_level_probability
         self.chain_only = top_k == 1
-        self.bound: tuple | None = None  # to which model, and where that was
 
-    def bind(self, model: PreTrainedModel) -> None:
+    def attach(self, model: PreTrainedModel) -> None:
         if isinstance(self.head, str):
             self.head = load_eagle(self.head, EagleHead)
-        if self.bound == (place := (model, model.device, model.dtype)):
-            return  # attaching gathers the draft vocabulary's rows
-        self.head.to(device=model.device, dtype=model.dtype).eval()
         self.head.attach(model)
+        self.head.to(device=model.device, dtype=model.dtype).eval()
         self.hidden_layers = tuple(self.head.feature_layers)
-        self.bound = place
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
-        self.rows = Rows()
+        self.rows = TreeCache(1, capacity=input_ids.shape[1] + 1024)  # of the text, and of the draft in the making
         self.num_text_rows = 0
         self.prompt: torch.Tensor | None = input_ids[0]
         self.new: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def end(self) -> None:
-        self.rows, self.new = Rows(), None
+        self.rows = self.new = None
 
     def observe(self, step: Step) -> None:
         """Keeps the accepted tokens' true features, each with the token that came after it."""
@@ -466,12 +439,10 @@ class EagleGen(SpecGenerator):
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         root = input_ids[0, -1:].to(self.head.device)
         if self.new is None:  # transformers' own loop shows no features
-            tree = DraftTree(root, root.new_tensor([-1]))
-            tree.probabilities = [1.0]
-            return tree
+            return DraftTree(root, root.new_tensor([-1]))
         tokens, state = self.new
         n, start = len(tokens), self.num_text_rows
-        self.rows.length = start  # the last draft's rows go, and the text's new rows come with their true features
+        self.rows.keep(start, [])  # the last draft's rows go, and the text's new rows come with their true features
         positions = torch.arange(start, start + n, device=root.device)
         state, logits = self.head(tokens, state, positions, self.rows, None)
         self.stats.part("head")
@@ -522,7 +493,9 @@ class EagleGen(SpecGenerator):
     def likeliest(self, scores: torch.Tensor) -> torch.Tensor:
         """The likeliest candidates `(m,)`: a parent is never less likely than its child and was made before it."""
         order = scores.sort(descending=True, stable=True).indices[: self.max_nodes - 1]
-        return order[scores[order] >= self.least_score].sort().values
+        if order.device.type == "cpu":  # an accelerator would have to tell the host how many there are
+            order = order[scores[order] >= self.least_score]
+        return order.sort().values
 
     def select(
         self,

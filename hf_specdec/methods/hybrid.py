@@ -38,19 +38,17 @@ class HybridGen(SpecGenerator):
         self,
         parts: Sequence[SpecGenerator] | str = "sam+recycling",
         *,
-        max_nodes: int = 24,
-        min_probability: float = 0.04,
+        max_nodes: int = 32,
+        min_probability: float = 0.025,
         enough: float = 2.0,
     ):
         super().__init__()
         self.parts = [make_generator(spec) for spec in parts.split("+")] if isinstance(parts, str) else list(parts)
         if len(self.parts) < 2:
             raise ValueError(f"HybridGen needs at least two parts, but got {len(self.parts)}: {parts!r}.")
-        if not 0 <= min_probability <= 1 or max_nodes < 1:
-            raise ValueError(
-                f"HybridGen(min_probability={min_probability}, max_nodes={max_nodes}): a probability is from 0 to 1, and a "
-                "tree has at least 1 node."
-            )
+        self.check_counts(max_nodes=max_nodes)
+        if not 0 <= min_probability <= 1:
+            raise ValueError(f"HybridGen(min_probability={min_probability}): a probability is from 0 to 1.")
         for part in self.parts:
             if part.whole_draft_only or not part.seed_exact:
                 reason = "must be verified whole" if part.whole_draft_only else "are sampled and verified by rejection"
@@ -90,7 +88,7 @@ class HybridGen(SpecGenerator):
             self.stats.drafter = part.name
             trees.append(part.draft(input_ids, max_depth=max_depth))
             self.stats.part("")
-            if float(torch.as_tensor(trees[-1].probabilities[1:]).sum()) >= self.enough:
+            if sum(trees[-1].estimates[1:]) >= self.enough:
                 break
         self.stats.drafter = ""
         merged = DraftTree.merged(

@@ -57,8 +57,6 @@ class KangarooHead(Drafter):
         self.v_proj = nn.Linear(h, config.num_key_value_heads * d, bias=config.attention_bias)
         self.o_proj = nn.Linear(config.num_attention_heads * d, h, bias=False)
         self.norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
-        w = config.draft_vocab_size
-        self.register_buffer("draft_ids", None if w is None else torch.arange(w))  # [w] target id of each draft id
         self.post_init()
 
     @classmethod
@@ -234,9 +232,7 @@ class KangarooGen(SpecGenerator):
         min_probability: float = 0.05,
     ):
         super().__init__()
-        for argument, value in (("max_draft_tokens", max_draft_tokens), ("width", width)):
-            if value < 1:
-                raise ValueError(f"KangarooGen({argument}={value}): it must be at least 1.")
+        self.check_counts(max_draft_tokens=max_draft_tokens, width=width)
         self.head = head
         self.max_draft_tokens = max_draft_tokens
         self.width = width
@@ -245,14 +241,12 @@ class KangarooGen(SpecGenerator):
         )
         self.chain_only = width == 1
         self.max_nodes = 1 + width * max_draft_tokens
-        self.bound: tuple | None = None  # to which model, and where that was
 
-    def bind(self, model: PreTrainedModel) -> None:
+    def attach(self, model: PreTrainedModel) -> None:
         if isinstance(self.head, str):
             self.head = load_published(self.head, KangarooHead, model).to(model.dtype)
-        if self.bound != (place := (model, model.device, model.dtype)):
-            self.head.to(model.device).eval().attach(model)
-            self.bound = place
+        self.head.attach(model)
+        self.head.to(model.device).eval()
         self.hidden_layers = (self.head.config.exit_layer,)
 
     def share(self, target: Target) -> None:
@@ -277,7 +271,7 @@ class KangarooGen(SpecGenerator):
         self.num_text_rows = self.rows.length
 
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
-        device = input_ids.device
+        device = self.head.device  # the target's, where the prompt need not be
         tokens, parents, scores = [int(input_ids[0, -1])], [-1], [0.0]  # scores: log-probabilities
         if not self.knows_text:
             return DraftTree.chain(tokens, device=device)
@@ -332,9 +326,8 @@ class KangarooGen(SpecGenerator):
             scores (`list[float]`): of all nodes.
         """
         likely, ids = logits.float().log_softmax(dim=-1).topk(min(width, logits.shape[-1]), dim=-1)  # [m, k]
-        if self.head.draft_ids is not None:
-            ids = self.head.draft_ids[ids]
-        likely, ids = torch.stack([likely.double(), ids.double()]).tolist()  # a read per level, to see whether to stop
+        # a read per level, to see whether to stop; ids are exact in float32 up to 2^24
+        likely, ids = torch.stack([likely, self.head.target_ids(ids).float()]).tolist()
         children = [
             (scores[first + i] + score, first + i, int(token), score)
             for i in range(len(ids))

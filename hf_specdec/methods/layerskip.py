@@ -51,20 +51,18 @@ class LayerSkipGen(SpSGen):
         )
         self.skip = None if skip is None else sorted(set(skip))
 
-    def bind(self, model: PreTrainedModel) -> None:
-        if self.bound is None or self.bound[0] is not model:
-            inner = skippable(model)
-            choices = (self.skip, found_skip(model), inner[::2])
-            skip = next(choice for choice in choices if choice is not None)
-            if not set(skip) <= set(inner):
-                raise ValueError(
-                    f"LayerSkipGen(skip={skip}): of the layers of {model.config.name_or_path or type(model).__name__}, only "
-                    f"{inner} can be skipped."
-                )
-            self.drafter = with_layers(
-                model, 1, lambda layers: [Skipped() if i in skip else layer for i, layer in enumerate(layers)]
+    def attach(self, model: PreTrainedModel) -> None:
+        inner = skippable(model)
+        skip = next(choice for choice in (self.skip, found_skip(model), inner[::2]) if choice is not None)
+        if not set(skip) <= set(inner):
+            raise ValueError(
+                f"LayerSkipGen(skip={skip}): of the layers of {model.config.name_or_path or type(model).__name__}, only "
+                f"{inner} can be skipped."
             )
-        super().bind(model)
+        self.drafter = with_layers(
+            model, 1, lambda layers: [Skipped() if i in skip else layer for i, layer in enumerate(layers)]
+        )
+        super().attach(model)
 
     @classmethod
     def search(

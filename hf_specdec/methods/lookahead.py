@@ -35,9 +35,8 @@ class LookaheadGen(SpecGenerator):
 
     def __init__(self, *, window: int = 3, ngram: int = 3, guesses: int = 4, pool_from_prompt: bool = True):
         super().__init__()
-        for argument, value, least in (("window", window, 1), ("ngram", ngram, 3), ("guesses", guesses, 1)):
-            if value < least:
-                raise ValueError(f"LookaheadGen({argument}={value}): it must be at least {least}.")
+        self.check_counts(window=window, guesses=guesses)
+        self.check_counts(least=3, ngram=ngram)
         self.window = window
         self.ngram = ngram
         self.guesses = guesses

@@ -84,8 +84,6 @@ class MedusaHead(Drafter):
         )
         num_outputs = {"own": config.num_heads, "shared": 1, "target": 0}[config.output]
         self.outputs = nn.ModuleList(nn.Linear(h, w, bias=config.output_bias) for _ in range(num_outputs))
-        # [w] target id of each draft id
-        self.register_buffer("draft_ids", None if config.draft_vocab_size is None else torch.arange(w))
         self.post_init()
 
     @classmethod
@@ -215,10 +213,11 @@ class Candidates:
         nothing = depth * width  # the place behind all (head, token) places
         places = [[i * width + place for i, place in enumerate(path)] for path in paths]
         padded = [row + [nothing] * (depth - len(row)) for row in places]
-        self.places = torch.tensor(padded, device=device)  # [c, depth]
-        self.last = torch.tensor([row[-1] for row in places], device=device)  # [c]
-        self.parents = torch.tensor([number[path[:-1]] for path in paths], device=device)  # [c]
-        self.depths = torch.tensor([len(path) for path in paths], device=device)  # [c]
+        whole = partial(torch.tensor, dtype=torch.int64, device=device)  # also where there is no path at all
+        self.places = whole(padded).view(-1, depth)  # [c, depth]
+        self.last = whole([row[-1] for row in places])  # [c]
+        self.parents = whole([number[path[:-1]] for path in paths])  # [c]
+        self.depths = whole([len(path) for path in paths])  # [c]
 
 
 def combinations(depth: int, *, width: int, max_nodes: int) -> list[tuple[int, ...]]:
@@ -279,16 +278,13 @@ class MedusaGen(SpecGenerator):
         alpha: float = 0.3,
     ):
         super().__init__()
-        for argument, value in (("max_nodes", max_nodes), ("top_k", top_k), ("max_depth", max_depth)):
-            if value is not None and value < 1:
-                raise ValueError(f"MedusaGen({argument}={value}): it must be at least 1.")
+        self.check_counts(max_nodes=max_nodes, top_k=top_k, max_depth=max_depth)
         self.head = head
-        self.top_k = top_k if tree is None else 1 + max(max(path) for path in tree)
+        self.top_k = top_k if tree is None else 1 + max((place for path in tree for place in path), default=0)
         self.max_nodes = max_nodes if tree is None else 1 + len(tree)
         self.min_probability = min_probability
         self.max_depth = max_depth
         self.tree = tree
-        self.bound: tuple | None = None  # to which model, and where that was
         self.chain_only = self.top_k == 1
         if lossy_typical:
             self.lossless = False
@@ -296,19 +292,17 @@ class MedusaGen(SpecGenerator):
             self.lossy_note = f"lossy: typical acceptance (epsilon={epsilon}, alpha={alpha}) changes the text"
             logger.warning("hf_specdec: MedusaGen(lossy_typical=True) gives another text than plain decoding.")
 
-    def bind(self, model: PreTrainedModel) -> None:
+    def attach(self, model: PreTrainedModel) -> None:
         if isinstance(self.head, str):
             self.head = load_published(self.head, MedusaHead, model).to(model.dtype)
-        if self.bound == (place := (model, model.device, model.dtype)):
-            return
-        self.head.to(model.device).eval().attach(model)
+        self.head.attach(model)
+        self.head.to(model.device).eval()
         config = self.head.config
         self.hidden_layers = (config.target_num_layers,)
         depth = min(self.max_depth or config.num_heads, config.num_heads)
         width = min(self.top_k, config.draft_vocab_size or config.target_vocab_size)
         paths = combinations(depth, width=width, max_nodes=self.max_nodes) if self.tree is None else self.tree
         self.candidates = Candidates(paths, depth=depth, width=width, device=model.device)
-        self.bound = place
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
         self.state: torch.Tensor | None = None  # [h], the target's, of the token before the root
@@ -323,15 +317,12 @@ class MedusaGen(SpecGenerator):
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         root = input_ids[0, -1:].to(self.head.device)
         if self.state is None:  # transformers' own loop shows no states
-            tree = DraftTree.chain(root.tolist(), device=root.device)
-            tree.probabilities = [1.0]
-            return tree
+            return DraftTree.chain(root.tolist(), device=root.device)
         chosen = self.candidates
         logits = self.head(self.state, num_heads=chosen.depth)  # [depth, w]
         self.stats.part("head")
         likely, ids = logits.float().log_softmax(dim=-1).topk(chosen.width, dim=-1)  # [depth, k]
-        if self.head.draft_ids is not None:
-            ids = self.head.draft_ids[ids]
+        ids = self.head.target_ids(ids)
         scores = F.pad(likely.flatten(), (0, 1))[chosen.places].sum(-1)  # [c], log-probability of each candidate
         scores = scores.masked_fill(chosen.depths > max_depth, -torch.inf)
         # a candidate is never likelier than its parent and comes after it, so in this order parents come first
@@ -339,9 +330,9 @@ class MedusaGen(SpecGenerator):
         numbers = torch.zeros(len(scores) + 1, dtype=torch.int64, device=root.device)  # the last one is the root's
         numbers[order] = torch.arange(1, len(order) + 1, device=root.device)
         tokens = ids.flatten()[chosen.last[order]]
-        nodes = torch.stack([tokens, numbers[chosen.parents[order]], scores[order].double().exp()])
+        nodes = torch.stack([tokens, numbers[chosen.parents[order]], scores[order].exp()])
         nodes = F.pad(nodes, (1, 0))
-        nodes[0, 0] = root[0]
+        nodes[0, 0] = root[0]  # ids are exact in float32 up to 2^24
         tokens, parents, probabilities = nodes.tolist()  # the one read from the device
         num_nodes = 1 + sum(likely > 0 and likely >= self.min_probability for likely in probabilities[1:])
         tokens, parents = [int(token) for token in tokens[:num_nodes]], [-1, *map(int, parents[1:num_nodes])]

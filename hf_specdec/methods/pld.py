@@ -49,10 +49,7 @@ class PLDGen(SpecGenerator):
         length_by_match: bool = True,
     ):
         super().__init__()
-        counts = {"max_ngram": max_ngram, "num_draft_tokens": num_draft_tokens, "num_matches": num_matches}
-        for argument, value in counts.items():
-            if value < 1:
-                raise ValueError(f"PLDGen({argument}={value}): it must be at least 1.")
+        self.check_counts(max_ngram=max_ngram, num_draft_tokens=num_draft_tokens, num_matches=num_matches)
         self.max_ngram = max_ngram
         self.num_draft_tokens = num_draft_tokens
         self.num_matches = num_matches

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.tree import DraftTree
@@ -28,7 +29,8 @@ class RecyclingGen(SpecGenerator):
         min_probability (`float`): least estimated probability of a node.
         top_k (`int`): successors kept per token.
         read_prompt (`int`): prompt tokens, from the end, whose successors the prefill notes as well.
-        keep_table (`bool`): keep the table from one call to the next (as published), which favours later prompts.
+        keep_table (`bool`):
+            Keep the table from one call to the next with the same model (as published), which favours later prompts.
 
     Raises:
         ValueError: if a count is below 1.
@@ -39,18 +41,15 @@ class RecyclingGen(SpecGenerator):
     def __init__(
         self,
         *,
-        max_nodes: int = 24,
+        max_nodes: int = 32,
         max_depth: int = 6,
-        min_probability: float = 0.03,
+        min_probability: float = 0.012,
         top_k: int = 8,
         read_prompt: int = 512,
         keep_table: bool = False,
     ):
         super().__init__()
-        counts = {"max_nodes": max_nodes, "max_depth": max_depth, "top_k": top_k, "read_prompt": read_prompt}
-        for argument, value in counts.items():
-            if value < 1:
-                raise ValueError(f"RecyclingGen({argument}={value}): it must be at least 1.")
+        self.check_counts(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, read_prompt=read_prompt)
         self.max_nodes = max_nodes
         self.max_depth = max_depth
         self.min_probability = min_probability
@@ -58,6 +57,9 @@ class RecyclingGen(SpecGenerator):
         self.prompt_logits = read_prompt
         self.keep_table = keep_table
         self.successors: dict[int, tuple[list[int], list[float]]] = {}
+
+    def attach(self, model: PreTrainedModel) -> None:
+        self.successors = {}  # another model's ids may mean other tokens, or be none of this one's
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
         if self.keep_table and self.successors:

@@ -16,6 +16,7 @@ from hf_specdec.datastore import Datastore
 from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.models import stored_tokenizer
 from hf_specdec.repository import DATASTORE_FILES, folder_of
+from hf_specdec.shard import MAX_LENGTH
 from hf_specdec.tree import DraftTree
 
 # how often the next token is among those seen behind an end of so many tokens, measured with the embedded model on answers
@@ -59,9 +60,11 @@ class RESTGen(SpecGenerator):
         min_match: int = 2,
     ):
         super().__init__()
-        for argument, value in (("max_nodes", max_nodes), ("max_depth", max_depth), ("min_match", min_match)):
-            if value < 1:
-                raise ValueError(f"RESTGen({argument}={value}): it must be at least 1.")
+        self.check_counts(max_nodes=max_nodes, max_depth=max_depth, min_match=min_match)
+        if max_depth > MAX_LENGTH:
+            raise ValueError(f"RESTGen(max_depth={max_depth}): it must be at most {MAX_LENGTH}.")
+        if max_match < min_match:
+            raise ValueError(f"RESTGen(min_match={min_match}): it must be at most max_match={max_match}.")
         if not isinstance(datastore, Datastore):
             source = datastore or EMBEDDED_DATASTORE
             datastore = Datastore.open(folder_of(source, files=DATASTORE_FILES, repo_type="dataset"))
@@ -71,14 +74,11 @@ class RESTGen(SpecGenerator):
         self.min_probability = min_probability
         self.max_match = max_match
         self.min_match = min_match
-        self.bound: PreTrainedModel | None = None
 
-    def bind(self, model: PreTrainedModel) -> None:
-        if self.bound is not model:
-            tokenizer = stored_tokenizer(model)
-            vocab_size = model.config.get_text_config(decoder=True).vocab_size
-            self.datastore.check(tokenizer or self.datastore.header["tokenizer_hash"], vocab_size)
-        self.bound = model
+    def attach(self, model: PreTrainedModel) -> None:
+        tokenizer = stored_tokenizer(model)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.datastore.check(tokenizer or self.datastore.header["tokenizer_hash"], vocab_size)
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
         self.text: list[int] = input_ids[0, -self.max_match :].tolist()

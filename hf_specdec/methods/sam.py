@@ -103,10 +103,7 @@ class SAMGen(SpecGenerator):
         corpus: Datastore | str | None = None,
     ):
         super().__init__()
-        counts = {"max_nodes": max_nodes, "max_depth": max_depth, "num_suffixes": num_suffixes}
-        for argument, value in counts.items():
-            if value < 1:
-                raise ValueError(f"SAMGen({argument}={value}): it must be at least 1.")
+        self.check_counts(max_nodes=max_nodes, max_depth=max_depth, num_suffixes=num_suffixes)
         self.max_nodes = max_nodes
         self.max_depth = max_depth
         self.min_probability = min_probability

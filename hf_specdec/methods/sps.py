@@ -7,7 +7,6 @@ is trained here is wide and shallow: a few of the target's own layers, between i
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +22,7 @@ from hf_specdec.generator import SpecGenerator, Step
 from hf_specdec.models import stored_tokenizer
 from hf_specdec.repository import MODEL_FILES, folder_of
 from hf_specdec.split import layers_path, with_part
-from hf_specdec.target import TREE_ATTENTION
+from hf_specdec.target import takes_masks
 from hf_specdec.tree import DraftTree
 
 NOTHING = DraftTree.chain([0], device="cpu")  # no draft to count
@@ -59,8 +58,6 @@ class SpSHead(Drafter):
         self.layers = next(part for part in decoder.children() if isinstance(part, nn.ModuleList))
         self._layers_config = decoder.config  # the one that the layers look into
         self._layers_config.vocab_size = config.target_vocab_size
-        w = config.draft_vocab_size
-        self.register_buffer("draft_ids", None if w is None else torch.arange(w))  # [w] target id of each draft id
         self.post_init()
 
     @classmethod
@@ -223,14 +220,9 @@ class SpSGen(SpecGenerator):
         draft_sampling: bool = False,
     ):
         super().__init__()
-        counts = {
-            "num_draft_tokens": num_draft_tokens,
-            "max_draft_tokens": max_draft_tokens,
-            "num_branches": num_branches,
-        }
-        for argument, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"SpSGen({argument}={value}): it must be at least 1.")
+        self.check_counts(
+            num_draft_tokens=num_draft_tokens, max_draft_tokens=max_draft_tokens, num_branches=num_branches
+        )
         if draft_sampling and num_branches > 1:
             raise ValueError(f"SpSGen(num_branches={num_branches}): sampled drafts are chains, give num_branches=1.")
         if draft_sampling and num_draft_tokens is None:
@@ -238,6 +230,7 @@ class SpSGen(SpecGenerator):
                 5  # a length that follows measured times would draw differently from one run to the next
             )
         self.drafter = drafter
+        self.loaded = False  # whether the drafter is this generator's own, to move with the target
         self.num_draft_tokens = num_draft_tokens
         self.max_draft_tokens = max_draft_tokens
         self.num_branches = num_branches
@@ -248,26 +241,24 @@ class SpSGen(SpecGenerator):
         self.max_nodes = 1 + (num_draft_tokens or max_draft_tokens) * num_branches
         self.acceptance = Acceptance()
         self.head = drafter if isinstance(drafter, SpSHead) else None
-        self.draft_ids: torch.Tensor | None = None  # [w] target ids that can be drafted, None for all
-        self.bound: tuple | None = None  # to which model, and where that was
 
-    def bind(self, model: PreTrainedModel) -> None:
+    def attach(self, model: PreTrainedModel) -> None:
         if isinstance(self.drafter, str):
-            self.drafter = load_drafter(self.drafter, model)
+            self.drafter, self.loaded = load_drafter(self.drafter, model), True
             self.head = self.drafter if isinstance(self.drafter, SpSHead) else None
-        if self.bound == (place := (model, model.device, model.dtype)):
-            return
         if self.head is not None:
-            self.head.to(device=model.device, dtype=model.dtype).eval().attach(model)
-            self.drafter, self.draft_ids = self.head.decoder, self.head.draft_ids
+            self.head.attach(model)
+            self.head.to(device=model.device, dtype=model.dtype).eval()
+            self.drafter = self.head.decoder
         else:
             check_vocabulary(model, self.drafter)
+            if self.loaded:
+                self.drafter.to(model.device)
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         config = self.drafter.config.get_text_config(decoder=True)
         self.largest_id = config.vocab_size - 1
-        self.takes_masks = config._attn_implementation in TREE_ATTENTION
-        self.takes_masks &= "position_ids" in inspect.signature(self.drafter.forward).parameters
-        self.device, self.dtype, self.bound = self.drafter.device, self.drafter.dtype, place
+        self.takes_masks = takes_masks(self.drafter)
+        self.device, self.dtype = self.drafter.device, self.drafter.dtype
 
     def begin(
         self, input_ids: torch.Tensor, *, processors: LogitsProcessorList | None = None, do_sample: bool = False
@@ -283,7 +274,7 @@ class SpSGen(SpecGenerator):
     def draft(self, input_ids: torch.Tensor, *, max_depth: int) -> DraftTree:
         num_tokens = min(self.num_draft_tokens or self.adapted_length(), max_depth)
         # committed tokens the drafter has not read; ids that only the target's padding has are read as its last one
-        block = input_ids[:, self.cache.length :].to(self.device).clamp(max=self.largest_id)
+        block = input_ids[:, self.cache.length :].clamp(max=self.largest_id)
         if self.samples:
             self.tree = self.sampled_chain(input_ids, block, num_tokens=num_tokens)
         else:
@@ -295,23 +286,23 @@ class SpSGen(SpecGenerator):
 
     def sampled_chain(self, input_ids: torch.Tensor, block: torch.Tensor, *, num_tokens: int) -> DraftTree:
         """A chain of tokens drawn from the drafter's processed distributions, which it keeps."""
-        tokens, rows = [input_ids[0, -1:].to(self.device)], []
+        tokens, rows = [input_ids[0, -1:]], []
         for _ in range(num_tokens):
-            rows.append(
-                self.processors(input_ids, self.fit_width(self.logits(block).float())).softmax(dim=-1)
-            )  # [1, v]
+            scores = self.fit_width(self.logits(block).float()).to(input_ids.device)  # where processors expect them
+            rows.append(self.processors(input_ids, scores).softmax(dim=-1))  # [1, v]
             block = torch.multinomial(rows[-1], num_samples=1)
             tokens.append(block[0])
-        tree = DraftTree(torch.cat(tokens).to(input_ids.device), torch.arange(-1, num_tokens, device=input_ids.device))
+        tree = DraftTree(torch.cat(tokens), torch.arange(-1, num_tokens, device=input_ids.device))
         if rows:
-            tree.q = torch.cat([*rows, rows[-1]]).to(input_ids.device)  # the last node has no children
+            tree.q = torch.cat([*rows, rows[-1]])  # the last node has no children
         tree.probabilities = [self.acceptance.rate**depth for depth in range(num_tokens + 1)]
         return tree
 
     def likeliest(self, root: torch.Tensor, block: torch.Tensor, *, num_tokens: int) -> DraftTree:
         """The chain of likeliest tokens under `root` `(1,)`, and beside each the next likeliest; read from the device once.
 
-        An adaptive chain ends where it is so unlikely to be accepted that a further token is not worth its cost.
+        An adaptive chain ends where it is so unlikely to be accepted that a further token is not worth its cost, which takes
+        another read per token.
         """
         k, adaptive = self.num_branches, self.num_draft_tokens is None
         trust, least = self.acceptance.trust, self.acceptance.least_chance
@@ -319,7 +310,7 @@ class SpSGen(SpecGenerator):
         for _ in range(num_tokens):
             scores = self.logits(block).float().softmax(dim=-1)  # [1, w]
             top, places = scores.topk(min(k, scores.shape[-1]), dim=-1)  # [1, k]
-            block = self.target_ids(places)
+            block = places if self.head is None else self.head.target_ids(places)
             ids.append(block[0])
             likely.append(top[0])
             block = block[:, :1]
@@ -327,9 +318,8 @@ class SpSGen(SpecGenerator):
                 chance *= min(1.0, float(top[0, 0]) * trust)
                 if chance < least:
                     break
-        ids, likely = torch.stack(
-            [torch.cat(ids).double(), torch.cat([torch.ones_like(root).double(), *likely])]
-        ).tolist()
+        # ids are exact in float32 up to 2^24
+        ids, likely = torch.stack([torch.cat(ids), torch.cat([torch.ones_like(root), *likely])]).tolist()
         self.hopes = likely[1::k]
         tokens, parents, chances, node = [int(ids[0])], [-1], [1.0], 0
         for place in range(1, len(ids), k):
@@ -347,7 +337,7 @@ class SpSGen(SpecGenerator):
     def logits(self, block: torch.Tensor) -> torch.Tensor:
         """Draft logits `(1, w)` behind the text and `block` `(1, n)`, whose keys and values stay in the cache."""
         n, start = block.shape[1], self.cache.length
-        given = {"input_ids": block, "cache": self.cache.cache, "use_cache": True}
+        given = {"input_ids": block.to(self.device), "cache": self.cache.cache, "use_cache": True}
         if (
             start and self.takes_masks and self.cache.tree_capable
         ):  # to make its own takes the model longer than a layer
@@ -376,14 +366,10 @@ class SpSGen(SpecGenerator):
     def end(self) -> None:
         self.cache = None
 
-    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Target ids of draft ids."""
-        return draft_ids if self.draft_ids is None else self.draft_ids[draft_ids]
-
     def fit_width(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores over exactly the target's vocabulary: padding of either model is never drafted, nor what is not in its own."""
-        if self.draft_ids is not None:
-            return scores.new_full((1, self.vocab_size), -torch.inf).index_copy_(1, self.draft_ids, scores)
+        if self.head is not None and self.head.draft_ids is not None:
+            return scores.new_full((1, self.vocab_size), -torch.inf).index_copy_(1, self.head.draft_ids, scores)
         missing = self.vocab_size - scores.shape[-1]
         return nn.functional.pad(scores, (0, missing), value=-torch.inf) if missing else scores
 
@@ -415,8 +401,7 @@ def load_drafter(source: str, model: PreTrainedModel) -> SpSHead | PreTrainedMod
         raise ValueError(
             f"SpSGen needs a draft model, but {source} is a head of the kind {kind}: take its own generator."
         )
-    drafter = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype, trust_remote_code=False)
-    return drafter.to(model.device).eval()
+    return AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype, trust_remote_code=False).eval()
 
 
 class Acceptance:
