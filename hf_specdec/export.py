@@ -90,6 +90,10 @@ def export_eagle(head: Drafter, folder: str | Path, *, dialect: str, target: str
     """
     config = head.config
     check_format(config, dialect)
+    if head._rows[1] is not None:
+        raise ValueError(
+            f"the {dialect} format has no place for the bias of the target's lm_head, which this head drafts with."
+        )
     prefix = "midlayer." if config.fused and dialect == "sglang" else "layers.0."
     places = {part.split(".")[-1]: f"{prefix}{part}" for part in PARTS} | {norm: f"{prefix}{norm}" for norm in NORMS}
     tensors = {}

@@ -97,9 +97,7 @@ class Record:
 
 def attended(attention: torch.Tensor, path: Sequence[int], *, start: int, window: int | None) -> torch.Tensor:
     """The row of `path`'s last node, over the text and `path` itself, as far as `window` reaches: `(1, heads, 1, seen)`."""
-    first = (
-        start + attention.shape[-2] - attention.shape[-1]
-    )  # of the text's tokens, which a window has only the last of
+    first = start + attention.shape[-2] - attention.shape[-1]  # a window has only the last of the text's tokens
     columns = torch.cat([torch.arange(first, start), torch.tensor(path) + start]) - first
     columns = columns[-window:] if window else columns
     return attention[:, :, path[-1] : path[-1] + 1].index_select(-1, columns.to(attention.device))

@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_eagle import head_for, teacher_forced
+from test_eagle import biased, head_for, teacher_forced
 from tiny import generate, prompt, shared
 from typer.testing import CliRunner
 
 import hf_specdec.export as exporting
 from hf_specdec import METHODS, EagleGen
 from hf_specdec.cli import app
-from hf_specdec.export import TOKEN_MAP, export
+from hf_specdec.export import TOKEN_MAP, export, export_eagle
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +92,13 @@ def test_a_format_that_cannot_hold_a_head_says_what_it_lacks(tmp_path, tiny_targ
     with pytest.raises(ValueError, match=message):
         export(str(tmp_path / "head"), format, tmp_path / "out")
     assert not tiny_target and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "format"), [("eagle", "sglang"), ("eagle3", "sglang"), ("eagle3", "speculators")])
+def test_a_bias_of_the_lm_head_is_not_dropped_in_silence(tmp_path, kind, format):
+    with pytest.raises(ValueError, match="no place for the bias"):
+        export_eagle(head_for(biased(), kind), tmp_path / "served", dialect=format, target="a/b")
+    assert not (tmp_path / "served").exists()
 
 
 def test_wrong_requests_are_errors_before_any_work(tmp_path, tiny_target):
