@@ -37,13 +37,8 @@ logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 EMBEDDED_HEADS = Path(__file__).parent / "heads"  # trained for it, and shipped with this package
-SHIPPED = {
-    "eagle2": "eagle",
-    "eagle3": "eagle",
-    "kangaroo": "kangaroo",
-    "medusa": "medusa",
-    "sps": "sps",
-}  # and its method
+# those heads, and the method of each
+SHIPPED = {"eagle2": "eagle", "eagle3": "eagle", "kangaroo": "kangaroo", "medusa": "medusa", "sps": "sps"}
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 HUB_TIMEOUT = 5.0  # seconds the Hub has to answer before it counts as out of reach
