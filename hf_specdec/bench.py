@@ -126,7 +126,7 @@ def races(
         "our_pld": {"candidate_generator": pld},
     }
     speeds: dict[str, list[float]] = {way: [] for way in ways}
-    limits, order, same_text = [], list(ways), []
+    limits, order, same_text, as_plain = [], list(ways), [], {"stock_pld": [], "our_pld": []}
     turns = range(repeats * len(prompts) + 1)  # the first warms up; the last is its prompt's in its place
     for turn in turns:
         prompt = prompts[turn % len(prompts)]
@@ -145,6 +145,8 @@ def races(
         if turn:
             limits.append(of_limit(pld, no_draft, curves, ids.shape[1]))
             same_text.append(torch.equal(texts["our_pld"], texts["stock_pld"]))
+            for way, agreed in as_plain.items():
+                agreed.append(torch.equal(texts[way], texts["stock_plain"]))
     kinds = [prompts[turn % len(prompts)].kind for turn in turns[1:]]
     pairs = {
         "our_plain / stock_plain": ("our_plain", "stock_plain"),
@@ -154,6 +156,7 @@ def races(
     }
     ratios = {name: np.array(speeds[over]) / np.array(speeds[under]) for name, (over, under) in pairs.items()}
     return {
+        "answers": len(kinds),
         "ratios": {name: median(values.tolist()) for name, values in ratios.items()},
         "ratios_by_kind": {
             name: {kind: median(values[np.array(kinds) == kind].tolist()) for kind in dict.fromkeys(kinds)}
@@ -164,6 +167,7 @@ def races(
             "answers": sum(same_text),
             "ratio": median(ratios["our_pld / stock_pld"][np.array(same_text)].tolist() or [float("nan")]),
         },
+        "answers_as_stock_plain": {way: sum(agreed) for way, agreed in as_plain.items()},
         "our_pld_of_its_limit": median(limits),
         "tokens_per_second": {way: median(values) for way, values in speeds.items()},
     }
@@ -228,7 +232,9 @@ def to_markdown(report: dict) -> str:
         same = races["our_pld / stock_pld where texts are the same"]
         lines += [
             "",
-            f"On the {same['answers']} answers that our and the stock PLD wrote alike, the ratio is {same['ratio']:.3f}.",
+            f"On the {same['answers']} answers that our and the stock PLD wrote alike, the ratio is {same['ratio']:.3f}. "
+            f"Of {races['answers']} answers, our PLD wrote {races['answers_as_stock_plain']['our_pld']} as stock plain "
+            f"decoding does, stock PLD {races['answers_as_stock_plain']['stock_pld']}.",
             "",
             f"PLD reached {races['our_pld_of_its_limit']:.1%} of what its steps and the curve allow (median).",
         ]
