@@ -15,10 +15,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_specdec.drafter import Drafter, load_head
-from hf_specdec.repository import PICKLES, folder_of
+from hf_specdec.repository import NOT_WEIGHTS, PICKLES, folder_of
 
-# what trainers pickle besides
-NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "sampler", "rng_state")
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 PARTS += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 NORMS = ("post_attention_layernorm", "input_layernorm", "hidden_norm")

@@ -24,8 +24,10 @@ HEAD_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", *RECOR
 MODEL_FILES = (*HEAD_FILES, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 MODEL_FILES += ("vocab.*", "merges.txt", "*.model", "chat_template.*")
 PICKLES = ("*.bin", "*.pt")  # only where there are no safetensors
+# what a trainer leaves beside them
+NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "sampler", "rng_state")
 DATASTORE_FILES = ("datastore.json", "tokens-*.npy", "suffixes-*.npy")
-NOT_AT_THE_TOP = ("*/*", "consolidated*")  # other formats of the same weights
+UNREAD = ("*/*", "consolidated*", *(f"{name}*" for name in NOT_WEIGHTS))  # the first two: other formats of the weights
 LOG_IN = "log in with `hf auth login`, set HF_TOKEN, or give token="
 
 
@@ -53,7 +55,7 @@ def folder_of(
             raise ValueError(f"{source} is a folder, which has no revision {revision!r}: leave the revision out.")
         return Path(source)
     repo_id, revision = parse(source, revision)
-    call = dict(repo_type=repo_type, token=token, cache_dir=cache_dir, ignore_patterns=[*NOT_AT_THE_TOP])
+    call = dict(repo_type=repo_type, token=token, cache_dir=cache_dir, ignore_patterns=[*UNREAD])
     with explained(repo_id, revision, repo_type=repo_type, cache_dir=cache_dir):
         folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=[*files], **call))
         if repo_type == "model" and not any(folder.glob("*.safetensors")):

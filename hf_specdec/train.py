@@ -28,7 +28,7 @@ from hf_specdec.models import EMBEDDED, load_model
 from hf_specdec.regenerate import write_own
 from hf_specdec.stats import SpecStats
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, RECIPE = "checkpoints", "recipe.txt"  # the recipe of the run that the checkpoints are of
 
 
 def train(
@@ -141,6 +141,15 @@ def train(
         report_to=report_to,
         seed=seed,
     )
+    this_run, begun = recipe(chats, args), output / CHECKPOINTS / RECIPE
+    if checkpoint and begun.is_file() and begun.read_text(encoding="utf-8") != this_run:
+        raise ValueError(
+            f"--resume: the run in {output} was of {begun.read_text(encoding='utf-8')}; this one would be of {this_run}. Give "
+            "the options it began with, or begin another --output with --from-head."
+        )
+    if not checkpoint and state.is_main_process:
+        begun.parent.mkdir(parents=True, exist_ok=True)
+        begun.write_text(this_run, encoding="utf-8")
     store = None
     if feature_cache:
         store = FeatureStore(feature_cache, chats.examples, model, also=cache_layer or ())
@@ -158,7 +167,7 @@ def train(
     )
     if not no_budget:
         trainer.train(resume_from_checkpoint=checkpoint)
-        this_run = recipe(chats, args, steps=trainer.state.global_step)
+        this_run = f"{this_run}; {trainer.state.global_step} steps"
         head.config.trained_on = "; then ".join(filter(None, [head.config.trained_on, this_run]))
     report = trainer.evaluate() if kept else {}
     if trainer.skipped:
@@ -238,11 +247,11 @@ def sizes(head: Drafter, examples: Sequence[Example], *, batch_size: int, width:
     )
 
 
-def recipe(chats: Chats, args, *, steps: int) -> str:
-    """What a head was trained on and how, in words, for its config."""
+def recipe(chats: Chats, args) -> str:
+    """What a head is trained on and how, in words: for its config, and to know an interrupted run again."""
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     return (
-        f"{chats.describe()}; {steps} steps of {batch} examples, AdamW, learning rate {args.learning_rate:g} (cosine), weight "
+        f"{chats.describe()}; steps of {batch} examples, AdamW, learning rate {args.learning_rate:g} (cosine), weight "
         f"decay {args.weight_decay:g}, {'bf16' if args.bf16 else 'fp16' if args.fp16 else 'fp32'}, seed {args.seed}"
     )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import generate, prompt, shared, tiny
+from torch import nn
 
 from hf_specdec import HybridGen, SAMGen
 from hf_specdec.cache import TreeCache
@@ -95,6 +96,26 @@ def test_training_sees_what_inference_sees(kind, monkeypatch):
             zeros = torch.zeros(1, t + 2, dtype=model.dtype)
             _, logits = head(ids[0, t + 2 : t + 3], state[-1:], torch.tensor([t + 1]), rows, zeros)
         torch.testing.assert_close(level1[t], logits[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_bias": True}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_projections_joined_for_drafting_are_those_that_are_trained(kind, options):
+    model, ids = shared(), prompt(12)
+    head = head_for(model, kind, **options)
+    for zero_at_first in (head.layer.o_proj, head.layer.down_proj):
+        nn.init.normal_(zero_at_first.weight)
+    rows, logits = teacher_forced(model, head, ids)
+    generate(model, prompt(9), EagleGen(head))
+    assert head.layer._joined
+    joined_rows, joined_logits = teacher_forced(model, head, ids)
+    torch.testing.assert_close(joined_logits, logits)
+    torch.testing.assert_close(joined_rows.layers[0].keys, rows.layers[0].keys)
+    torch.testing.assert_close(joined_rows.layers[0].values, rows.layers[0].values)
+    loss, _ = head.loss(ids, hidden_of(model, head, ids), torch.ones_like(ids, dtype=torch.bool))
+    loss.backward()
+    assert all(getattr(head.layer, name).weight.grad.any() for name in ("q_proj", "k_proj", "v_proj", "gate_proj"))
+    assert not head.layer._joined
 
 
 def biased():

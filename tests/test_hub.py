@@ -113,12 +113,14 @@ def test_files_of_other_projects_get_their_own_method(hub, tmp_path):
     )
     torch.save(kangaroo_tensors(heads["kangaroo"]), tmp_path / "kangaroo.bin")
     files = {"config.json": json.dumps(LLAMA).encode(), "pytorch_model.bin": (tmp_path / "kangaroo.bin").read_bytes()}
-    hub.seed("their/kangaroo", files)
+    hub.seed("their/kangaroo", files | {"optimizer.pt": b"gigabytes", "training_args.bin": b"more"})
     expected = generate(model, prompt(9))
     for method in heads:
         generator = hf_specdec.load(f"their/{method}")
         assert type(generator) is METHODS[method]
         assert torch.equal(generate(model, prompt(9), generator), expected)
+    pulled = {path.name for path in Path(constants.HF_HUB_CACHE).rglob("*")}
+    assert "pytorch_model.bin" in pulled and not pulled & {"optimizer.pt", "training_args.bin"}
 
 
 class Arguments:

@@ -37,7 +37,10 @@ def reference(text: list[int], *, max_ngram, num_draft_tokens, num_matches, most
         while matched < end and text[end - 1 - matched] == text[-1 - matched]:
             matched += 1
         length = min(2 ** (matched + 1), num_draft_tokens) if length_by_match else num_draft_tokens
-        paths.append(text[end : end + min(length, max_depth)])
+        path = text[end : end + min(length, max_depth)]
+        while most_recent and len(path) < min(length, max_depth):
+            path.append([*text, *path][end + len(path)])
+        paths.append(path)
     return DraftTree.from_paths(text[-1], paths, max_nodes=1 + num_draft_tokens, device="cpu")
 
 
@@ -85,8 +88,16 @@ def test_the_most_recent_match_comes_first():
     assert chain(text, num_draft_tokens=2, most_recent=False) == [50, 51]
 
 
+@pytest.mark.parametrize("period", [1, 2, 3, 5])
+def test_a_text_that_repeats_itself_is_drafted_at_full_length_whatever_its_period(period):
+    source = list(range(40, 40 + period))
+    text = [1, 2, 3, *source * 4]
+    assert chain(text, num_draft_tokens=12) == (source * 12)[:12]
+    assert len(drafted(text, num_matches=2)) > 12
+
+
 def test_several_matches_share_one_tree():
-    tree = drafted([1, 2, 7, 50, 1, 2, 7, 60, 9, 1, 2], num_matches=2, num_draft_tokens=10, length_by_match=False)
+    tree = drafted([1, 2, 7, 50, 1, 2, 7, 60, 9, 1, 2], num_matches=2, num_draft_tokens=10)
     tokens, parents = tree.host
     assert tokens[:2] == [2, 7] and tree.children(1) == [
         60,

@@ -92,6 +92,11 @@ class EagleLayer(nn.Module):
             self.input_layernorm = nn.RMSNorm(h, eps=config.rms_norm_eps)
             self.hidden_norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
         self.act = ACT2FN[config.hidden_act]
+        self._joined: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def join(self) -> None:
+        """For drafting: queries, keys and values by one product, and so gates and ups, until the layer is trained further."""
+        self._joined = [joined(self.q_proj, self.k_proj, self.v_proj), joined(self.gate_proj, self.up_proj)]
 
     def project(self, embedded: torch.Tensor, state: torch.Tensor, positions: torch.Tensor):
         """Queries, keys, values `(b, heads, n, d)` and the residual, for inputs `(b, n, h)` at `positions` `(b, n)`."""
@@ -101,21 +106,31 @@ class EagleLayer(nn.Module):
             residual = normed if self.config.norm_before_residual else state
         else:
             inputs = residual = state  # `fc` joined the embedding and the state
-        shape = (*inputs.shape[:2], -1, self.config.head_dim)
-        queries, keys, values = (
-            projection(inputs).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        d, heads, kv = self.config.head_dim, self.config.num_attention_heads, self.config.num_key_value_heads
+        if torch.is_grad_enabled():
+            self._joined = []
+        if self._joined:
+            rows = F.linear(inputs, *self._joined[0])
+        else:
+            rows = torch.cat([projection(inputs) for projection in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        rows = rows.view(*inputs.shape[:2], -1, d).transpose(1, 2)  # [b, heads + 2 kv, n, d]
+        turned, values = rows.split([heads + kv, kv], dim=1)
         half = self.config.head_dim // 2
         inverse = self.config.rope_theta ** -(torch.arange(half, device=inputs.device).float() / half)
         angles = positions[:, None, :, None].float() * inverse  # [b, 1, n, d/2]
         cos, sin = angles.cos().to(inputs.dtype), angles.sin().to(inputs.dtype)
-        return rotate(queries, cos, sin), rotate(keys, cos, sin), values, residual
+        queries, keys = rotate(turned, cos, sin).split([heads, kv], dim=1)
+        return queries, keys, values, residual
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The layer's output `(b, n, h)` from the attention's `(b, heads, n, d)`."""
         hidden = residual + self.o_proj(attended.transpose(1, 2).flatten(2))
         normed = self.post_attention_layernorm(hidden)
-        return hidden + self.down_proj(self.act(self.gate_proj(normed)) * self.up_proj(normed))
+        if self._joined:
+            gate, up = F.linear(normed, *self._joined[1]).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(normed), self.up_proj(normed)
+        return hidden + self.down_proj(self.act(gate) * up)
 
 
 class EagleHead(Drafter):
@@ -309,6 +324,12 @@ class EagleHead(Drafter):
         return total, metrics
 
 
+def joined(*maps: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of one linear map in place of several of the same inputs."""
+    weight = torch.cat([each.weight.detach() for each in maps])
+    return weight, None if maps[0].bias is None else torch.cat([each.bias.detach() for each in maps])
+
+
 def linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`states` through a linear map, in their dtype."""
     return F.linear(states, weight.to(states.dtype), None if bias is None else bias.to(states.dtype))
@@ -405,6 +426,7 @@ class EagleGen(SpecGenerator):
             self.head = load_eagle(self.head, EagleHead)
         self.head.attach(model)
         self.head.to(device=model.device, dtype=model.dtype).eval()
+        self.head.layer.join()
         self.hidden_layers = tuple(self.head.feature_layers)
 
     def begin(self, input_ids: torch.Tensor, **call) -> None:
