@@ -38,7 +38,7 @@ def reference(text: list[int], *, max_ngram, num_draft_tokens, num_matches, most
             matched += 1
         length = min(2 ** (matched + 1), num_draft_tokens) if length_by_match else num_draft_tokens
         path = text[end : end + min(length, max_depth)]
-        while most_recent and len(path) < min(length, max_depth):
+        while most_recent and matched >= len(text) - end and len(path) < min(length, max_depth):
             path.append([*text, *path][end + len(path)])
         paths.append(path)
     return DraftTree.from_paths(text[-1], paths, max_nodes=1 + num_draft_tokens, device="cpu")
@@ -90,10 +90,12 @@ def test_the_most_recent_match_comes_first():
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5])
 def test_a_text_that_repeats_itself_is_drafted_at_full_length_whatever_its_period(period):
+    """Where all of a period was seen twice; one token that came again is no sign of it."""
     source = list(range(40, 40 + period))
     text = [1, 2, 3, *source * 4]
     assert chain(text, num_draft_tokens=12) == (source * 12)[:12]
-    assert len(drafted(text, num_matches=2)) > 12
+    assert len(drafted(text)) > 12
+    assert chain(text[-period - 1 :], num_draft_tokens=12) == (source * 12)[: period if period > 1 else 12]
 
 
 def test_several_matches_share_one_tree():

@@ -30,7 +30,7 @@ class PLDGen(SpecGenerator):
         max_ngram (`int`): longest n-gram to look up.
         num_draft_tokens (`int`): longest continuation to draft.
         num_matches (`int`): matches to merge into the tree; 1 drafts chains.
-        most_recent (`bool`): prefer the latest match, and copy on where it reaches the text's end; else the earliest.
+        most_recent (`bool`): prefer the latest match, and draft on a text that repeats itself; else the earliest.
         length_by_match (`bool`): draft less behind short matches; else always `num_draft_tokens`.
 
     Raises:
@@ -80,7 +80,7 @@ class PLDGen(SpecGenerator):
         paths, probabilities = [], []
         for end, matched in self.matches():
             length = min(2 ** (matched + 1), self.num_draft_tokens) if self.length_by_match else self.num_draft_tokens
-            paths.append(self.continuation(end, min(length, max_depth)))
+            paths.append(self.continuation(end, min(length, max_depth), matched=matched))
             trust = (REPEATS[min(matched + i, len(REPEATS) - 1)] for i in range(len(paths[-1])))
             probabilities.append(list(accumulate(trust, operator.mul)))
         return DraftTree.from_paths(
@@ -99,16 +99,19 @@ class PLDGen(SpecGenerator):
                     found[end] = self.matched(end, n)
         return list(found.items())
 
-    def continuation(self, end: int, length: int) -> list[int]:
-        """What followed `end`. Where that reaches the text's end, the latest match goes on to be copied: a text that repeats
-        itself is drafted at full length, however short its period."""
+    def continuation(self, end: int, length: int, *, matched: int) -> list[int]:
+        """What followed `end`. A text whose last tokens repeat up to its end is drafted on, however short their period."""
         tokens = self.text[end : end + length]
-        if self.most_recent and len(tokens) < length:
+        if self.most_recent and len(tokens) < length and len(tokens) <= matched:
             tokens = (tokens * (length // len(tokens) + 1))[:length]
         return tokens
 
     def matched(self, end: int, n: int) -> int:
         """Length of the match that ends at `end`, known to be at least `n`; counted only as far as it matters."""
-        while 2 ** (n + 1) < self.num_draft_tokens and n < end and self.text[end - n - 1] == self.text[-n - 1]:
+        period = len(self.text) - end
+        matters = period if period < self.num_draft_tokens else 0
+        while n < matters or 2 ** (n + 1) < self.num_draft_tokens:
+            if n == end or self.text[end - n - 1] != self.text[-n - 1]:
+                break
             n += 1
         return n
