@@ -220,7 +220,8 @@ def test_as_part_of_a_hybrid_it_sees_its_states(monkeypatch):
     hybrid = HybridGen([PLDGen(), MedusaGen(random_head(model, scale=0.1), min_probability=0)], min_probability=0)
     for generator in (alone, hybrid):
         assert torch.equal(generate(model, prompt(9), generator, max_new_tokens=40), expected)
-    assert min(hybrid.stats.drafted_lengths[:10]) >= min(alone.stats.drafted_lengths[:10]) > 10
+    first = [generator.stats.drafted_lengths[:5] for generator in (hybrid, alone)]  # before the end cuts drafts short
+    assert min(first[0]) >= min(first[1]) > 10, first
     monkeypatch.setattr(model, "_get_candidate_generator", lambda **call: hybrid, raising=False)
     assert torch.equal(generate(model, prompt(9), prompt_lookup_num_tokens=3, max_new_tokens=40), expected)
 
