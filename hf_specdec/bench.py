@@ -229,12 +229,12 @@ def to_markdown(report: dict) -> str:
         for name, value in races["ratios"].items():
             cells = [f"{races['ratios_by_kind'][name][kind]:.2f}" for kind in kinds]
             lines.append(f"| {name} | {value:.3f} | " + " | ".join(cells) + " |")
-        same = races["our_pld / stock_pld where texts are the same"]
+        same, as_plain = races["our_pld / stock_pld where texts are the same"], races["answers_as_stock_plain"]
         lines += [
             "",
             f"On the {same['answers']} answers that our and the stock PLD wrote alike, the ratio is {same['ratio']:.3f}. "
-            f"Of {races['answers']} answers, our PLD wrote {races['answers_as_stock_plain']['our_pld']} as stock plain "
-            f"decoding does, stock PLD {races['answers_as_stock_plain']['stock_pld']}.",
+            f"Of {races['answers']} answers, repeats counted, stock plain decoding wrote {as_plain['our_pld']} as our PLD did "
+            f"and {as_plain['stock_pld']} as stock PLD did.",
             "",
             f"PLD reached {races['our_pld_of_its_limit']:.1%} of what its steps and the curve allow (median).",
         ]

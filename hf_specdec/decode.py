@@ -56,7 +56,7 @@ def decode(
                 if ended:
                     break
             if step:
-                stats.record(tree, path, accepted=accepted)
+                stats.record(tree, path, accepted=accepted, cut=ended and drafted)
             stats.lap("accept")
 
             record.step(outputs, path, start=target.start, windows=target.windows, is_prefill=step == 0)

@@ -28,8 +28,8 @@ class SpecStats:
         emitted (`int`): new tokens in all.
         drafted_lengths (`list[int]`): drafted tokens of each step.
         draft_depths (`list[int]`):
-            Longest path of each step's draft; where a shorter one was accepted to its end, that one's length, as nothing
-            was drafted behind it.
+            Longest path of each step's draft; where a shorter one was accepted to its end, or to the text's, that one's
+            length, as nothing was drafted behind it or refused.
         accepted_lengths (`list[int]`): accepted tokens of each step.
         from_draft (`list[bool]`): for each emitted token, whether it was drafted.
         seconds (`dict[str, float]`):
@@ -86,13 +86,16 @@ class SpecStats:
         self.emitted += 1
         self.from_draft.append(from_draft)
 
-    def record(self, tree: DraftTree, path: Sequence[int], *, accepted: int) -> None:
-        """Counts one step, which went along the nodes of `path` and emitted `accepted` of the tree's drafted tokens."""
+    def record(self, tree: DraftTree, path: Sequence[int], *, accepted: int, cut: bool = False) -> None:
+        """Counts one step, which went along the nodes of `path` and emitted `accepted` of the tree's drafted tokens.
+
+        `cut`: the text ended with a drafted token, so that what was drafted behind it was not refused.
+        """
         self.steps += 1
         self.drafted += len(tree) - 1
         self.accepted += accepted
         self.drafted_lengths.append(len(tree) - 1)
-        self.draft_depths.append(tree.depth if path[-1] in tree.host[1] else accepted)
+        self.draft_depths.append(tree.depth if path[-1] in tree.host[1] and not cut else accepted)
         self.accepted_lengths.append(accepted)
 
     @property
@@ -112,8 +115,6 @@ class SpecStats:
         In a tree it was drafted where the node accepted at i-1 has children. What stood behind a text's end was not refused.
         """
         steps = list(zip(self.accepted_lengths, self.draft_depths, strict=True))
-        if self.from_draft[-1:] == [True]:  # the text ended inside the last draft
-            steps[-1] = (steps[-1][0],) * 2
         rates = []
         for position in range(1, max(self.draft_depths, default=0) + 1):
             reached = [

@@ -142,14 +142,16 @@ def train(
         seed=seed,
     )
     this_run, begun = recipe(chats, args), output / CHECKPOINTS / RECIPE
-    if checkpoint and begun.is_file() and begun.read_text(encoding="utf-8") != this_run:
+    whole = f"{this_run}; {len(kept)} held out, warm-up {warmup:g}, clip {clip:g}, target {Path(target).name}"
+    whole += f", after {head.config.trained_on}"
+    if checkpoint and begun.is_file() and begun.read_text(encoding="utf-8") != whole:
         raise ValueError(
-            f"--resume: the run in {output} was of {begun.read_text(encoding='utf-8')}; this one would be of {this_run}. Give "
+            f"--resume: the run in {output} was of {begun.read_text(encoding='utf-8')}; this one would be of {whole}. Give "
             "the options it began with, or begin another --output with --from-head."
         )
     if not checkpoint and state.is_main_process:
         begun.parent.mkdir(parents=True, exist_ok=True)
-        begun.write_text(this_run, encoding="utf-8")
+        begun.write_text(whole, encoding="utf-8")
     store = None
     if feature_cache:
         store = FeatureStore(feature_cache, chats.examples, model, also=cache_layer or ())
@@ -248,7 +250,7 @@ def sizes(head: Drafter, examples: Sequence[Example], *, batch_size: int, width:
 
 
 def recipe(chats: Chats, args) -> str:
-    """What a head is trained on and how, in words: for its config, and to know an interrupted run again."""
+    """What a head is trained on and how, in words: for its config."""
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     return (
         f"{chats.describe()}; steps of {batch} examples, AdamW, learning rate {args.learning_rate:g} (cosine), weight "

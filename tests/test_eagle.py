@@ -105,6 +105,8 @@ def test_the_projections_joined_for_drafting_are_those_that_are_trained(kind, op
     head = head_for(model, kind, **options)
     for zero_at_first in (head.layer.o_proj, head.layer.down_proj):
         nn.init.normal_(zero_at_first.weight)
+    for name in ("q_proj", "k_proj", "v_proj") if options else ():
+        nn.init.normal_(getattr(head.layer, name).bias)
     rows, logits = teacher_forced(model, head, ids)
     generate(model, prompt(9), EagleGen(head))
     assert head.layer._joined
@@ -116,6 +118,10 @@ def test_the_projections_joined_for_drafting_are_those_that_are_trained(kind, op
     loss.backward()
     assert all(getattr(head.layer, name).weight.grad.any() for name in ("q_proj", "k_proj", "v_proj", "gate_proj"))
     assert not head.layer._joined
+    for change in (lambda: head.load_state_dict(head.state_dict()), lambda: head.to(torch.float32)):
+        head.layer.join()
+        change()
+        assert not head.layer._joined
 
 
 def biased():

@@ -117,7 +117,7 @@ def test_what_stands_behind_the_end_of_the_text_was_not_refused(decoys):
     text = generate(shared(), prompt(9), max_new_tokens=21)
     generator = Oracle(text[0].tolist(), 6, decoys=decoys)
     generate(shared(), prompt(9), generator, max_new_tokens=21, eos_token_id=int(text[0, 9 + 3]))
-    assert generator.stats.accepted_lengths == [3] and generator.stats.draft_depths == [6]
+    assert generator.stats.accepted_lengths == generator.stats.draft_depths == [3]  # so pooled stats are right as well
     assert generator.stats.conditional_acceptance == [1.0] * 3
 
 

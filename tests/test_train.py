@@ -156,7 +156,7 @@ def rates(folder):
 
 
 @pytest.mark.parametrize(
-    "other", [{"learning_rate": 1e-3}, {"batch_size": 2}, {"seed": 1}, {"limit": 20}, {"weight_decay": 0.1}]
+    "other", [{"learning_rate": 1e-3}, {"batch_size": 2}, {"seed": 1}, {"limit": 20}, {"held_out": 3}, {"warmup": 0.2}]
 )
 def test_a_run_is_resumed_as_it_began_or_not_at_all(tmp_path, data, other):
     head = run(data, tmp_path / "head", max_steps=4)

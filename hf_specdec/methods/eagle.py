@@ -95,8 +95,16 @@ class EagleLayer(nn.Module):
         self._joined: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def join(self) -> None:
-        """For drafting: queries, keys and values by one product, and so gates and ups, until the layer is trained further."""
+        """For drafting: queries, keys and values by one product, and so gates and ups, until the weights change."""
         self._joined = [joined(self.q_proj, self.k_proj, self.v_proj), joined(self.gate_proj, self.up_proj)]
+
+    def _apply(self, *args, **kwargs):
+        self._joined = []  # they do not move with the layer
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        self._joined = []
+        return super()._load_from_state_dict(*args, **kwargs)
 
     def project(self, embedded: torch.Tensor, state: torch.Tensor, positions: torch.Tensor):
         """Queries, keys, values `(b, heads, n, d)` and the residual, for inputs `(b, n, h)` at `positions` `(b, n)`."""

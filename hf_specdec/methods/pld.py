@@ -109,7 +109,7 @@ class PLDGen(SpecGenerator):
     def matched(self, end: int, n: int) -> int:
         """Length of the match that ends at `end`, known to be at least `n`; counted only as far as it matters."""
         period = len(self.text) - end
-        matters = period if period < self.num_draft_tokens else 0
+        matters = period if self.most_recent and period < self.num_draft_tokens else 0
         while n < matters or 2 ** (n + 1) < self.num_draft_tokens:
             if n == end or self.text[end - n - 1] != self.text[-n - 1]:
                 break

@@ -7,7 +7,7 @@ DESCRIPTION = "How often drafted tokens are accepted."
 INPUTS = """
 Args:
     predictions (list of int): drafted tokens that each step accepted.
-    references (list of int): length of the longest path that each step drafted, or of the path that it accepted to its end.
+    references (list of int): longest path that each step drafted, or the one that it accepted to its end or to the text's.
 Returns:
     acceptance (float): accepted tokens over drafted depth.
     conditional_acceptance (list of float): at depth 1, 2, ...: how often accepted, where drafted and all before accepted.
