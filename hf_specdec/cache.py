@@ -219,6 +219,6 @@ def open_cache(model, cache: Cache, *, capacity: int) -> TreeCache | ChainCache:
     layers = ", ".join(sorted(kind.__name__ for kind in kinds)) or "no"
     raise ValueError(
         f"Speculative decoding must take rejected tokens out of the cache again, and {type(cache).__name__} with "
-        f"{layers} layers cannot do that. Use the default cache or cache_implementation='static' of a model with "
-        "full or sliding-window attention, or generate without candidate_generator."
+        f"{layers} layers cannot do that. Use the default cache, or cache_implementation='static' with full "
+        "attention, or generate without candidate_generator."
     )

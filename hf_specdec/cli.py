@@ -85,7 +85,9 @@ def compare(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Time plain decoding and each method on the same prompts, in turn, and check that the texts are the same."""
+    """Time plain decoding and each method on the same prompts, in turn, and check that the texts are the same.
+
+    By default those that need no drafter."""
     generators = make_all(method)
     target, tokenizer = load_model(model, dtype, device=device)
     keep_fitting(generators, target, asked_for=method)
@@ -183,7 +185,7 @@ def verify(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that each method writes exactly what plain decoding writes; exit code 1 if not (in float32 or float64).
+    """Check that each method writes exactly what plain decoding writes; exit code 1 if not (in 16 bits near-ties may flip).
 
     Give a temperature to check sampling as well: the same seed must give the same text.
     """
