@@ -87,7 +87,8 @@ def compare(
 ) -> None:
     """Time plain decoding and each method on the same prompts, in turn, and check that the texts are the same.
 
-    By default those that need no drafter."""
+    By default those that need no drafter.
+    """
     generators = make_all(method)
     target, tokenizer = load_model(model, dtype, device=device)
     keep_fitting(generators, target, asked_for=method)

@@ -141,17 +141,14 @@ def train(
         report_to=report_to,
         seed=seed,
     )
-    this_run, begun = recipe(chats, args), output / CHECKPOINTS / RECIPE
-    whole = f"{this_run}; {len(kept)} held out, warm-up {warmup:g}, clip {clip:g}, target {Path(target).name}"
-    whole += f", after {head.config.trained_on}"
-    if checkpoint and begun.is_file() and begun.read_text(encoding="utf-8") != whole:
-        raise ValueError(
-            f"--resume: the run in {output} was of {begun.read_text(encoding='utf-8')}; this one would be of {whole}. Give "
-            "the options it began with, or begin another --output with --from-head."
-        )
-    if not checkpoint and state.is_main_process:
-        begun.parent.mkdir(parents=True, exist_ok=True)
-        begun.write_text(whole, encoding="utf-8")
+    this_run = recipe(chats, args)
+    whole = f"{this_run}; {len(kept)} held out, warm-up {warmup:g}, clip {clip:g}, target {Path(target).name}, after "
+    whole += str(head.config.trained_on)
+    if checkpoint:
+        check_resumed(output, whole)
+    elif state.is_main_process:
+        (output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (output / CHECKPOINTS / RECIPE).write_text(whole, encoding="utf-8")
     store = None
     if feature_cache:
         store = FeatureStore(feature_cache, chats.examples, model, also=cache_layer or ())
@@ -181,6 +178,17 @@ def train(
         save(head.to(model.dtype), output, about)
         if push_to_hub:
             print(hub.push(output, push_to_hub, base_model=None if target == EMBEDDED else hub_id(target)).commit_url)
+
+
+def check_resumed(output: Path, recipe: str) -> None:
+    """Raises ValueError if the checkpoints in `output` are of a run by another recipe."""
+    path = output / CHECKPOINTS / RECIPE
+    begun = path.read_text(encoding="utf-8") if path.is_file() else recipe  # older runs left none
+    if begun != recipe:
+        raise ValueError(
+            f"--resume: the run in {output} was of {begun}; this one would be of {recipe}. Give the options it began with, "
+            "or begin another --output with --from-head."
+        )
 
 
 def trainable(method: str) -> type[SpecGenerator]:
