@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from statistics import median
 
 import numpy as np
@@ -39,6 +40,7 @@ def bench(
     *,
     max_new_tokens: int,
     repeats: int,
+    same_text: bool = False,
     only_curve: bool,
     on_progress: Progress,
 ) -> dict:
@@ -50,7 +52,12 @@ def bench(
     ]
     report = {
         "conditions": conditions(
-            model, temperature=0, max_new_tokens=max_new_tokens, prompts=len(prompts), repeats=repeats
+            model,
+            temperature=0,
+            max_new_tokens=max_new_tokens,
+            prompts=len(prompts),
+            repeats=repeats,
+            same_text=same_text,
         ),
         "verify_curve": {length: verify_curve(model, length, on_progress=on_progress) for length in contexts},
     }
@@ -63,6 +70,7 @@ def bench(
             report["verify_curve"],
             max_new_tokens=max_new_tokens,
             repeats=repeats,
+            same_text=same_text,
             on_progress=on_progress,
         )
     return report
@@ -115,9 +123,10 @@ def races(
     *,
     max_new_tokens: int,
     repeats: int,
+    same_text: bool,
     on_progress: Progress,
 ) -> dict:
-    """Paired ratios, per prompt and round, of four ways to decode the same prompts greedily."""
+    """Paired ratios, per prompt and round, of four ways to decode the same prompts greedily, to the same text if asked."""
     no_draft, pld = NoDraft(), PLDGen()
     ways = {
         "stock_plain": {},
@@ -126,25 +135,27 @@ def races(
         "our_pld": {"candidate_generator": pld},
     }
     speeds: dict[str, list[float]] = {way: [] for way in ways}
-    limits, order, same_text, as_plain = [], list(ways), [], {"stock_pld": [], "our_pld": []}
+    limits, order, alike, as_plain = [], list(ways), [], {"stock_pld": [], "our_pld": []}
     turns = range(repeats * len(prompts) + 1)  # the first warms up; the last is its prompt's in its place
     for turn in turns:
         prompt = prompts[turn % len(prompts)]
         on_progress(f"plain and PLD, stock and ours: {prompt.kind}", turn, len(turns))
         ids = encode(tokenizer, prompt.text, device=model.device)
         shift, texts = turn % len(order), {}
-        for way in order[shift:] + order[:shift]:
-            synchronize(model.device)
-            start = time.perf_counter()
-            output = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, **ways[way])
-            synchronize(model.device)
-            seconds = time.perf_counter() - start
-            texts[way] = output
-            if turn:
-                speeds[way].append((output.shape[1] - ids.shape[1]) / seconds)
+        plain = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False) if same_text else None
+        with nullcontext() if plain is None else dictated(model, plain):
+            for way in order[shift:] + order[:shift]:
+                synchronize(model.device)
+                start = time.perf_counter()
+                output = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, **ways[way])
+                synchronize(model.device)
+                seconds = time.perf_counter() - start
+                texts[way] = output
+                if turn:
+                    speeds[way].append((output.shape[1] - ids.shape[1]) / seconds)
         if turn:
             limits.append(of_limit(pld, no_draft, curves, ids.shape[1]))
-            same_text.append(torch.equal(texts["our_pld"], texts["stock_pld"]))
+            alike.append(torch.equal(texts["our_pld"], texts["stock_pld"]))
             for way, agreed in as_plain.items():
                 agreed.append(torch.equal(texts[way], texts["stock_plain"]))
     kinds = [prompts[turn % len(prompts)].kind for turn in turns[1:]]
@@ -164,13 +175,34 @@ def races(
         },
         # in 16 bits the two may write different texts, and one of them may be easier to draft
         "our_pld / stock_pld where texts are the same": {
-            "answers": sum(same_text),
-            "ratio": median(ratios["our_pld / stock_pld"][np.array(same_text)].tolist() or [float("nan")]),
+            "answers": sum(alike),
+            "ratio": median(ratios["our_pld / stock_pld"][np.array(alike)].tolist() or [float("nan")]),
         },
         "answers_as_stock_plain": {way: sum(agreed) for way, agreed in as_plain.items()},
         "our_pld_of_its_limit": median(limits),
         "tokens_per_second": {way: median(values) for way, values in speeds.items()},
     }
+
+
+@contextmanager
+def dictated(model: PreTrainedModel, text: torch.Tensor) -> Iterator[None]:
+    """Within it the model's greedy text is `text` `(1, t)`, prompt included, whatever loop decodes it.
+
+    In 16 bits a loop's blocks round in their own way, so that two loops soon write different texts, and the one whose text
+    repeats itself more looks faster. Here the most likely token is always `text`'s, at the same small cost to each of them.
+    """
+    following = torch.cat([text[0, 1:], text[0, -1:]])  # [t], by position
+
+    def prefer(module, args, kwargs, output):
+        logits = output.logits[0]  # [m, v], of the block's last m tokens
+        positions = kwargs["position_ids"][0, -len(logits) :].clamp(max=len(following) - 1)
+        logits.scatter_(1, following[positions, None], torch.finfo(logits.dtype).max)
+
+    hook = model.register_forward_hook(prefer, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def of_limit(pld: PLDGen, no_draft: NoDraft, curves: dict[int, dict[int, float]], prompt_length: int) -> float:

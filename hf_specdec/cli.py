@@ -291,6 +291,10 @@ def bench(
     limit: Annotated[int, typer.Option("--limit", min=1, help="Prompts of each kind.")] = 2,
     max_new_tokens: TokensOption = 128,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 3,
+    same_text: Annotated[
+        bool,
+        typer.Option("--same-text", help="Let all write the text of stock plain decoding: none gets an easier one."),
+    ] = False,
     verify_curve: Annotated[
         bool, typer.Option("--verify-curve", help="Only the cost of a block by its size.")
     ] = False,
@@ -307,6 +311,7 @@ def bench(
             read_questions(questions, limit) if questions else select(None, limit),
             max_new_tokens=max_new_tokens,
             repeats=repeats,
+            same_text=same_text,
             only_curve=verify_curve,
             on_progress=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
         )

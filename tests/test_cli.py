@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_specdec import METHODS, cli
+from hf_specdec import METHODS, PLDGen, cli
+from hf_specdec.bench import NoDraft, dictated, races
 from hf_specdec.compare import Difference
 
 
@@ -137,6 +138,29 @@ def test_bench_measures_the_curve_and_the_races(folder, tmp_path):
     assert set(report["races"]["ratios_by_kind"]["our_pld / stock_pld"]) == {"mt_bench", "qa"}
     assert all(ratio > 0 for ratio in report["races"]["ratios"].values())
     assert "PLD reached" in (tmp_path / "bench.md").read_text()
+
+
+def test_bench_lets_every_loop_write_the_same_text(folder):
+    model, tokenizer = cli.load_model(folder, "bfloat16")
+    prompt = torch.arange(7, 19)[None].repeat(1, 2)
+    text = torch.cat([prompt, torch.randint(96, (1, 20)), prompt[:, :12]], dim=-1)  # not what the model would write
+    ways = (
+        {},
+        {"prompt_lookup_num_tokens": 10},
+        {"candidate_generator": NoDraft()},
+        {"candidate_generator": PLDGen()},
+    )
+    with dictated(model, text):
+        for way in ways:
+            assert torch.equal(model.generate(prompt, max_new_tokens=32, do_sample=False, **way), text), way
+    assert ways[-1]["candidate_generator"].stats.accepted
+    assert not torch.equal(model.generate(prompt, max_new_tokens=32, do_sample=False), text)
+
+    prompts = [cli.Prompt("qa", "w1 w2 w3 w1 w2"), cli.Prompt("rag", "w9 w8 w9")]
+    options = dict(max_new_tokens=24, repeats=2, same_text=True, on_progress=lambda *_: None)
+    report = races(model, tokenizer, prompts, {128: {1: 1.0, 64: 2.0}}, **options)
+    assert report["answers_as_stock_plain"] == {"stock_pld": 4, "our_pld": 4}
+    assert report["our_pld / stock_pld where texts are the same"]["answers"] == report["answers"] == 4
 
 
 def test_a_datastore_is_built_added_to_and_searched(folder, tmp_path, prompts):
